@@ -1,0 +1,331 @@
+"""The whole configuration, validated before anything is loaded.
+
+A config file is YAML. `load_config` reads it, applies `path.to.key=value` overrides, accepts the `class_path` /
+`init_args` nesting of older files, and reports every problem at once, with its path, its value and what would be right.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from qflux.errors import ConfigError, collected
+
+logger = logging.getLogger(__name__)
+
+STEP = 16
+"""Sizes are multiples of this many pixels: one token."""
+
+
+class Section(BaseModel):
+    """A part of the configuration: unknown keys and wrong types are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def _area(value: Any) -> Any:
+    """An area in pixels, from an integer or a string such as "512*768"."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+)\s*[*x×]\s*(\d+)\s*", value)
+        if not match:
+            raise ValueError('an area is an integer of pixels or a string such as "512*768"')
+        return int(match[1]) * int(match[2])
+    return value
+
+
+def _side(value: int) -> int:
+    if value % STEP:
+        lower = value // STEP * STEP
+        raise ValueError(f"must be a multiple of {STEP}; nearest are {lower} and {lower + STEP}")
+    return value
+
+
+Area = Annotated[int, BeforeValidator(_area), Field(ge=STEP * STEP)]
+Side = Annotated[int, Field(ge=STEP), BeforeValidator(lambda v: _side(v) if isinstance(v, int) else v)]
+Size = Annotated[tuple[Side, Side], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
+
+
+class Candidates(Section):
+    """Candidate areas for the target (and what is aligned with it) and for each further control."""
+
+    preset: Literal["kontext"] | None = Field(default=None, description="the 17 sizes FLUX Kontext was trained on")
+    target: list[Area] = []
+    controls: list[list[Area]] = Field(default=[], description="list i is for `<base>_control_{i+1}`")
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Candidates:
+        if bool(self.target) == bool(self.preset):
+            raise ValueError("needs either target areas or a preset")
+        return self
+
+
+def _candidates(value: Any) -> Any:
+    """A plain list is the target's candidates, a plain name a preset, an empty list nothing at all."""
+    if isinstance(value, str):
+        return {"preset": value}
+    return ({"target": value} if value else None) if isinstance(value, list) else value
+
+
+class ProcessorSettings(Section):
+    """How images reach their training size. `target_size` wins over `multi_resolutions` over `target_pixels`."""
+
+    process_type: Literal["center_crop", "resize", "padding", "fixed_pixels"] = Field(
+        default="fixed_pixels",
+        description="center_crop and fixed_pixels cover the size and crop the rest; resize stretches; padding adds white",
+    )
+    target_size: Size | None = Field(default=None, description="one fixed [height, width]")
+    multi_resolutions: Annotated[Candidates | None, BeforeValidator(_candidates)] = Field(
+        default=None, description='candidate areas: a list, {target: […], controls: [[…], …]}, or the preset "kontext"'
+    )
+    target_pixels: Area | None = Field(default=None, description="one area for all images")
+    controls_size: list[Size] | None = Field(default=None, description="[height, width] of each further control")
+    controls_pixels: list[Area] | Area | None = Field(default=None, description="area of each further control")
+    max_aspect_ratio: float = Field(default=3.0, ge=1.0)
+    on_extreme_aspect: Literal["error", "skip"] = "error"
+
+    @model_validator(mode="after")
+    def _tell_precedence(self) -> ProcessorSettings:
+        order = [name for name in ("target_size", "multi_resolutions", "target_pixels") if getattr(self, name)]
+        if len(order) > 1:
+            logger.warning("data.processor: %s is set, so %s is not used.", order[0], " and ".join(order[1:]))
+        return self
+
+
+class DataSettings(Section):
+    """Where the samples are and how many make a micro-batch."""
+
+    path: Path = Field(description="folder with control_images/ and training_images/", strict=False)
+    batch_size: int = Field(default=1, ge=1, description="samples in a micro-batch, of any sizes")
+    processor: ProcessorSettings = ProcessorSettings()
+
+
+class ModelSettings(Section):
+    """Which weights, and in what precision the frozen part runs."""
+
+    pretrained: str = Field(description="a folder or a hub id in diffusers format")
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, …")
+    max_sequence_length: int = Field(default=512, ge=1, le=512, description="T5 tokens; shorter is faster")
+
+
+class CacheSettings(Section):
+    """Where embeddings are kept."""
+
+    path: Path | None = Field(default=None, strict=False, description="default: <output_dir>/cache")
+
+
+class LoraSettings(Section):
+    """The adapter that trains."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float | None = Field(default=None, gt=0, description="default: the rank, so that the scale is 1")
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    target_modules: Names = Field(default=("to_q", "to_k", "to_v", "to_out.0"), min_length=1)
+    init: Literal["gaussian", "kaiming"] = Field(default="gaussian", description="of the down projection; up is zero")
+
+
+class OptimizerSettings(Section):
+    """Any torch-style optimizer."""
+
+    class_path: str = Field(default="torch.optim.AdamW", pattern=r"^[\w.]+\.\w+$")
+    init_args: dict[str, Any] = Field(default={"lr": 1e-4, "weight_decay": 1e-4})
+
+
+class TrainSettings(Section):
+    """The loop."""
+
+    max_train_steps: int | None = Field(default=None, ge=1, description="optimizer steps; wins over num_epochs")
+    num_epochs: int = Field(default=1, ge=1)
+    gradient_accumulation_steps: int = Field(default=1, ge=1, description="micro-batches in an optimizer step")
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant"
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    guidance: float = Field(default=3.5, description="guidance value given to a guidance-distilled model")
+    gradient_checkpointing: bool = True
+    compile: bool = Field(default=False, description="torch.compile of each block; sizes may vary freely")
+    execution: Literal["packed", "padded"] = Field(default="packed", description="padded is the slow reference")
+    checkpoint_every: int = Field(default=250, ge=1, description="optimizer steps")
+    keep_checkpoints: int = Field(default=2, ge=1)
+
+
+class MaskLossSettings(Section):
+    foreground_weight: float = Field(default=2.0, ge=0)
+    background_weight: float = Field(default=1.0, ge=0)
+
+
+class TimestepSettings(Section):
+    """How the noise level of a sample is drawn."""
+
+    density: Literal["uniform", "logit_normal"] = "logit_normal"
+    mean: float = 0.0
+    std: float = Field(default=1.0, gt=0)
+    shift: Literal["none", "fixed", "resolution"] = Field(
+        default="resolution", description="resolution: from the sample's own target tokens"
+    )
+    fixed_shift: float = Field(default=3.0, gt=0)
+
+
+class LossSettings(Section):
+    """The objective."""
+
+    use_mask_loss: bool = Field(default=False, description="weight the edited region of samples that have a mask")
+    mask_loss_fn: MaskLossSettings = MaskLossSettings()
+    normalize_by_valid_tokens: bool = Field(
+        default=True, description="true: every token counts the same; false: every image counts the same"
+    )
+    timesteps: TimestepSettings = TimestepSettings()
+
+
+class PredictSettings(Section):
+    """Defaults of `qflux predict`."""
+
+    num_inference_steps: int = Field(default=28, ge=1)
+    guidance_scale: float = 3.5
+    seed: int = Field(default=0, ge=0)
+
+
+class Config(Section):
+    """Everything a run depends on."""
+
+    family: Literal["flux-kontext"] = "flux-kontext"
+    output_dir: Path = Field(default=Path("runs"), strict=False)
+    run_name: str = Field(default="run", pattern=r"^[\w.-]+$")
+    seed: int = Field(default=0, ge=0)
+    model: ModelSettings
+    data: DataSettings
+    cache: CacheSettings = CacheSettings()
+    lora: LoraSettings = LoraSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    train: TrainSettings = TrainSettings()
+    loss: LossSettings = LossSettings()
+    predict: PredictSettings = PredictSettings()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.output_dir / self.run_name
+
+    @property
+    def cache_dir(self) -> Path:
+        return self.cache.path or self.output_dir / "cache"
+
+    def dump(self) -> dict[str, Any]:
+        """Plain values, as they would stand in a config file."""
+        return self.model_dump(mode="json")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads `1e-4` as a string; a learning rate is a number."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
+
+
+def _parse(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
+
+
+def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """A validated config from a YAML file or a mapping, with `path.to.key=value` overrides applied."""
+    values = _read(Path(source)) if isinstance(source, str | Path) else _copy(source)
+    _unwrap(values, ("data",), ("ImageDataset", "ImageEditDataset"))
+    _unwrap(values, ("data", "processor"), ("ImageProcessor",))
+    for override in overrides:
+        _override(values, override)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        problems = list(dict.fromkeys(_explain(problem) for problem in error.errors()))
+        name = f" {source}" if isinstance(source, str | Path) else ""
+        raise collected(ConfigError, f"the configuration{name} is not valid", problems) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"no config file at {path}", "check the path; recipes/ holds one for each family.")
+    try:
+        values = _parse(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds {type(values).__name__}, not a mapping of sections", "start from a recipe.")
+    return values
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value
+
+
+def _unwrap(values: dict[str, Any], path: tuple[str, ...], classes: tuple[str, ...]) -> None:
+    """Lift `init_args` of the section at `path` into the section; its `class_path` must name what it becomes here."""
+    node: Any = values
+    for key in path[:-1]:
+        node = node.get(key) if isinstance(node, dict) else None
+    section = node.get(path[-1]) if isinstance(node, dict) else None
+    if not isinstance(section, dict):
+        return
+    class_path = section.pop("class_path", None)
+    if class_path is not None and str(class_path).rsplit(".", 1)[-1] not in classes:
+        raise ConfigError(
+            f"{'.'.join(path)}.class_path is {class_path!r}, which qflux does not have",
+            f"remove it, or use a class named {' or '.join(classes)}.",
+        )
+    inner = section.pop("init_args", None)
+    for key, value in (inner or {}).items():
+        if key in section:
+            raise ConfigError(f"{'.'.join(path)}.{key} is set both directly and under init_args", "keep one of them.")
+        section[key] = value
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"--set {override!r} is not of the form path.to.key=value", "for example train.num_epochs=3.")
+    node = values
+    for depth, key in enumerate(keys[:-1]):
+        child = node.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"--set {override!r}: {'.'.join(keys[: depth + 1])} is a value, not a section")
+        node = child
+    try:
+        node[keys[-1]] = _parse(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override!r}: the value is not valid YAML: {error}") from None
+
+
+def _explain(problem: Any) -> str:
+    """One validation problem as: path, value, what would be right."""
+    path = ".".join(str(part) for part in problem["loc"] if not _is_union_tag(part))
+    if problem["type"] == "extra_forbidden":
+        *parents, key = (str(part) for part in problem["loc"])
+        known = _known_keys(parents)
+        nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        hint = f"did you mean {'.'.join([*parents, nearest[0]])}?" if nearest else f"known here: {', '.join(known)}"
+        return f"{path}: unknown key; {hint}"
+    if problem["type"] == "missing":
+        return f"{path}: missing; a value is required"
+    return f"{path}: {problem['input']!r} is not right: {problem['msg'].removeprefix('Value error, ')}"
+
+
+def _is_union_tag(part: Any) -> bool:
+    """pydantic names the alternative of a union in the path; a user never wrote that."""
+    return isinstance(part, str) and bool(re.search(r"\[|^(int|function)", part))
+
+
+def _known_keys(parents: Iterable[str]) -> list[str]:
+    section: type[BaseModel] = Config
+    for parent in parents:
+        field = section.model_fields.get(parent)
+        kinds = [field.annotation, *get_args(field.annotation)] if field else []
+        section = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), section)
+    return sorted(section.model_fields)

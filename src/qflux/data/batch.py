@@ -1,0 +1,93 @@
+"""One micro-batch: encoded samples with their noise and timestep, as packed tokens.
+
+Shapes: B samples; M target, K control and N = M + K image tokens of the whole batch; C channels of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qflux.data.encoded import EncodedExample, TextEmbedding
+from qflux.ragged.interleave import Interleave
+from qflux.ragged.layout import ImageShape, image_tokens
+
+
+@dataclass(frozen=True)
+class EditBatch:
+    """Samples of any sizes and control counts."""
+
+    ids: tuple[str, ...]
+    img_shapes: tuple[tuple[ImageShape, ...], ...]
+    """Per sample: the target, then its controls."""
+    text: tuple[TextEmbedding, ...]
+    targets: Tensor
+    """`(M, C)` clean target tokens."""
+    controls: Tensor
+    """`(K, C)` control tokens."""
+    noise: Tensor
+    """`(M, C)`"""
+    sigma: Tensor
+    """`(B,)` noise levels in [0, 1]."""
+    mask: Tensor | None
+    """`(M,)` 1 where a token is edited; `None` where no sample has a mask."""
+    images: Interleave
+    """Targets and controls as two streams and as the images of each sample."""
+
+    @classmethod
+    def collate(
+        cls,
+        examples: Sequence[EncodedExample],
+        noise: Sequence[Tensor],
+        sigma: Sequence[float],
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> EditBatch:
+        """Concatenate samples. A sample without a mask among samples that have one counts as edited everywhere."""
+        targets = [example.latents[0] for example in examples]
+        controls = [latent for example in examples for latent in example.latents[1:]]
+        masks = None
+        if any(example.mask is not None for example in examples):
+            parts = [torch.ones(e.target_tokens) if e.mask is None else e.mask for e in examples]
+            masks = torch.cat(parts).to(device, torch.float32)
+        return cls(
+            ids=tuple(example.id for example in examples),
+            img_shapes=tuple(example.img_shapes for example in examples),
+            text=tuple(_moved(example.text, device, dtype) for example in examples),
+            targets=torch.cat(targets).to(device, torch.float32),
+            controls=torch.cat(controls or [targets[0][:0]]).to(device, torch.float32),
+            noise=torch.cat(list(noise)).to(device, torch.float32),
+            sigma=torch.tensor(sigma, dtype=torch.float32).to(device),
+            mask=masks,
+            images=Interleave.build(
+                [example.target_tokens for example in examples],
+                [image_tokens(example.img_shapes[1:]) for example in examples],
+                device,
+            ),
+        )
+
+    def noisy_images(self) -> Tensor:
+        """`(N, C)` image tokens in sample order: each target at its noise level, then its clean controls."""
+        sigma = self.sigma[self.target_sample][:, None]
+        return self.images.join((1 - sigma) * self.targets + sigma * self.noise, self.controls)
+
+    def velocity(self) -> Tensor:
+        """`(M, C)` what the model should predict: noise minus clean target."""
+        return self.noise - self.targets
+
+    @property
+    def target_sample(self) -> Tensor:
+        """`(M,)` the sample of each target token."""
+        return self.images.first_sample
+
+    @property
+    def target_lengths(self) -> list[int]:
+        return [image_tokens(shapes[:1]) for shapes in self.img_shapes]
+
+
+def _moved(text: TextEmbedding, device: torch.device | str, dtype: torch.dtype) -> TextEmbedding:
+    pooled = None if text.pooled is None else text.pooled.to(device, dtype)
+    return TextEmbedding(text.tokens.to(device, dtype), pooled)

@@ -1,0 +1,43 @@
+"""A sample as a transformer sees it: embeddings, no files, no pixels.
+
+Shapes: l text tokens, n tokens of one image, C channels of a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from qflux.ragged.layout import ImageShape, image_tokens
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the text encoders read; `text_2` goes to the second one, which otherwise reads `text`."""
+
+    text: str
+    text_2: str | None = None
+
+
+@dataclass(frozen=True)
+class TextEmbedding:
+    """An encoded prompt: tokens `(l, channels)` and, where the family has one, a pooled vector `(channels,)`."""
+
+    tokens: Tensor
+    pooled: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class EncodedExample:
+    """One encoded sample. `latents` are tokens `(n, C)` per image, target first; `mask` `(n_target,)` in [0, 1]."""
+
+    id: str
+    text: TextEmbedding
+    latents: tuple[Tensor, ...]
+    img_shapes: tuple[ImageShape, ...]
+    mask: Tensor | None = None
+
+    @property
+    def target_tokens(self) -> int:
+        return image_tokens(self.img_shapes[:1])

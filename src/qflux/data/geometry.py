@@ -1,0 +1,164 @@
+"""From an image's own size to its training size: which area, which height and width, which crop.
+
+A size is `(height, width)` in pixels, both multiples of 16. An image is never squeezed: it covers its size, and the
+remainder of less than one step is cropped (`resize` stretches and `padding` adds borders for those who ask for it).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from PIL import Image
+
+from qflux.config import STEP, ProcessorSettings
+from qflux.errors import DataError
+
+Size = tuple[int, int]
+"""`(height, width)` in pixels."""
+
+DEFAULT_AREA = 1024 * 1024
+FILL = 0.9
+"""The least share of an area's token budget that a size should use."""
+
+KONTEXT_SIZES: tuple[Size, ...] = tuple(
+    (height, width)
+    for width, height in (
+        (672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104),
+        (1024, 1024),
+        (1104, 944), (1184, 880), (1248, 832), (1328, 800), (1392, 752), (1456, 720), (1504, 688), (1568, 672),
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Transform:
+    """How one image reaches its size. `key` names everything the result depends on besides the image."""
+
+    size: Size
+    fit: str
+    """crop, stretch or pad."""
+
+    @property
+    def key(self) -> str:
+        height, width = self.size
+        return f"{self.fit}:{height}x{width}:lanczos"
+
+    def __call__(self, image: Image.Image, fill: str = "white") -> Image.Image:
+        height, width = self.size
+        if image.size == (width, height):
+            return image
+        if self.fit == "stretch":
+            return image.resize((width, height), Image.Resampling.LANCZOS)
+        if self.fit == "pad":
+            scale = min(width / image.width, height / image.height)
+            inner = image.resize(
+                (max(1, round(image.width * scale)), max(1, round(image.height * scale))), Image.Resampling.LANCZOS
+            )
+            canvas = Image.new(image.mode, (width, height), fill)
+            canvas.paste(inner, ((width - inner.width) // 2, (height - inner.height) // 2))
+            return canvas
+        # Cover and crop in one resampling: the largest centred part of the image with the size's aspect ratio.
+        scale = min(image.width / width, image.height / height)
+        left, top = (image.width - width * scale) / 2, (image.height - height * scale) / 2
+        box = (left, top, left + width * scale, top + height * scale)
+        return image.resize((width, height), Image.Resampling.LANCZOS, box=box)
+
+
+class ImageProcessor:
+    """Chooses the transform of every image of a sample from the images' own sizes."""
+
+    def __init__(self, settings: ProcessorSettings | None = None) -> None:
+        self.settings = settings or ProcessorSettings()
+        self._fit = {"resize": "stretch", "padding": "pad"}.get(self.settings.process_type, "crop")
+
+    def target(self, width: int, height: int, name: str = "image") -> Transform:
+        """The transform of a target of this size, shared by its mask and its first control."""
+        settings = self.settings
+        self._check_aspect(width, height, name)
+        if settings.target_size:
+            return Transform(settings.target_size, self._fit)
+        candidates = settings.multi_resolutions
+        if candidates and candidates.preset:
+            return Transform(closest_aspect(KONTEXT_SIZES, width, height), self._fit)
+        areas = candidates.target if candidates else [settings.target_pixels or DEFAULT_AREA]
+        return Transform(best_size(areas, width, height), self._fit)
+
+    def control(self, index: int, width: int, height: int, name: str = "control") -> Transform:
+        """The transform of further control `index` (0 for `<base>_control_1`), sized on its own."""
+        settings = self.settings
+        self._check_aspect(width, height, name)
+        if settings.controls_size and index < len(settings.controls_size):
+            return Transform(settings.controls_size[index], self._fit)
+        if settings.multi_resolutions and index < len(settings.multi_resolutions.controls):
+            return Transform(best_size(settings.multi_resolutions.controls[index], width, height), self._fit)
+        pixels = settings.controls_pixels
+        if isinstance(pixels, list):
+            pixels = pixels[index] if index < len(pixels) else None
+        if pixels:
+            return Transform(best_size([pixels], width, height), self._fit)
+        return self.target(width, height, name)
+
+    def _check_aspect(self, width: int, height: int, name: str) -> None:
+        ratio = max(width / height, height / width)
+        if ratio > self.settings.max_aspect_ratio:
+            raise ExtremeAspect(
+                f"{name} is {width}x{height}: its aspect ratio {ratio:.2f} is beyond "
+                f"max_aspect_ratio {self.settings.max_aspect_ratio:g}",
+                "raise data.processor.max_aspect_ratio, or set data.processor.on_extreme_aspect: skip.",
+            )
+
+
+class ExtremeAspect(DataError):
+    """An image longer than `max_aspect_ratio` allows."""
+
+
+def best_size(areas: Sequence[int], width: int, height: int) -> Size:
+    """The size for an image, from the candidate area nearest to its own.
+
+    Nearest is the smallest `|A - w h| / (w h)`; then the smaller area; then the better aspect ratio.
+    """
+    own = width * height
+    area = min(areas, key=lambda a: (abs(a - own) / own, a, _aspect_error(size_for_area(a, width, height), width, height)))
+    return size_for_area(area, width, height)
+
+
+@lru_cache(maxsize=4096)
+def size_for_area(area: int, width: int, height: int) -> Size:
+    """The size within an area's token budget that keeps the image's aspect ratio best.
+
+    Only sizes that leave less than one step to crop are considered. Of those that use at least nine tenths of the
+    budget the one with the best aspect ratio wins, then the larger one; where none uses that much, the largest.
+    """
+    budget = max(1, area // STEP**2)
+    ratio = width / height
+    grids = {
+        (rows, columns)
+        for short in range(1, math.isqrt(budget) + 1)
+        for rows, columns in _grids_with_short_side(short, ratio)
+        if rows * columns <= budget
+    } or {(1, 1)}
+    full = [grid for grid in grids if grid[0] * grid[1] >= FILL * budget]
+    if full:
+        rows, columns = min(full, key=lambda g: (_aspect_error(g, width, height), -g[0] * g[1], g))
+    else:
+        rows, columns = min(grids, key=lambda g: (-g[0] * g[1], _aspect_error(g, width, height), g))
+    return rows * STEP, columns * STEP
+
+
+def _grids_with_short_side(short: int, ratio: float) -> list[tuple[int, int]]:
+    """(rows, columns) whose shorter side is `short` and whose longer side is within a step of the exact one."""
+    long = short * max(ratio, 1 / ratio)
+    sides = {max(1, math.floor(long)), math.ceil(long)}
+    return [(short, side) if ratio >= 1 else (side, short) for side in sides]
+
+
+def closest_aspect(sizes: Sequence[Size], width: int, height: int) -> Size:
+    """The size whose aspect ratio differs least, the rule of diffusers' Kontext pipeline."""
+    return min(sizes, key=lambda size: (abs(width / height - size[1] / size[0]), size[1], size[0]))
+
+
+def _aspect_error(size: tuple[int, int], width: int, height: int) -> float:
+    return abs(math.log((size[1] / size[0]) / (width / height)))

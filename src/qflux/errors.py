@@ -1,0 +1,47 @@
+"""Errors a user can act on.
+
+Every `QfluxError` says what happened, shows the offending value where there is one, and names a remedy. The command
+line prints it without a traceback and exits with code 2; anything else is a bug and exits with code 1.
+"""
+
+from __future__ import annotations
+
+
+class QfluxError(Exception):
+    """Base of all errors caused by input rather than by a bug.
+
+    Args:
+        problem: what happened, in one sentence.
+        remedy: what the user can do about it.
+    """
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        self.problem = problem
+        self.remedy = remedy
+        super().__init__(f"{problem}\n  → {remedy}" if remedy else problem)
+
+
+class ConfigError(QfluxError):
+    """The configuration is wrong."""
+
+
+class DataError(QfluxError):
+    """A data set, an image or a prompt is wrong."""
+
+
+class CacheError(QfluxError):
+    """The embedding cache is incomplete or damaged."""
+
+
+class CheckpointError(QfluxError):
+    """A checkpoint, an adapter or a model folder can't be used."""
+
+
+def collected(kind: type[QfluxError], headline: str, problems: list[str], remedy: str = "") -> QfluxError:
+    """One error that reports every problem found, not only the first."""
+    shown = problems[:20]
+    lines = [f"{headline} ({len(problems)} problem{'s' if len(problems) != 1 else ''}):"]
+    lines += [f"  - {problem}" for problem in shown]
+    if len(problems) > len(shown):
+        lines.append(f"  - … and {len(problems) - len(shown)} more")
+    return kind("\n".join(lines), remedy)

@@ -1,0 +1,250 @@
+"""The FLUX transformer on ragged batches: diffusers' class, checkpoints and LoRA keys; a second way to run its blocks.
+
+Shapes: B samples; L text, N image, T = L + N joint tokens of the whole batch; C channels (see `ragged.layout`).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import diffusers
+import torch
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers.models.transformers.transformer_flux import (
+    FluxAttention,
+    FluxSingleTransformerBlock,
+    FluxTransformerBlock,
+)
+from diffusers.utils.peft_utils import apply_lora_scale
+from torch import Tensor
+
+from qflux.models.padded_inputs import PaddedInputs
+from qflux.ragged.layout import RaggedLayout
+from qflux.ragged.rope import Rotary, rotary_tables, rotate
+
+_FP16_MAX = 65504
+
+
+class RaggedFluxBlock(FluxTransformerBlock):
+    """The double-stream block. With a layout it runs on concatenated tokens; without one it is diffusers' own."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        image_rotary_emb: Rotary,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+        layout: RaggedLayout | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Ragged: image `(N, C)`, text `(L, C)`, temb `(B, C)`. Returns text, image, as diffusers does."""
+        if layout is None:
+            return super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs)
+        image, text = hidden_states, encoder_hidden_states
+        of_image, of_text = layout.image_sample, layout.text_sample
+        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = _modulation(self.norm1, temb, 6)
+        c_shift, c_scale, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = _modulation(self.norm1_context, temb, 6)
+
+        query, key, value = self._joint_qkv(
+            modulate(self.norm1_context.norm(text), c_scale, c_shift, of_text),
+            modulate(self.norm1.norm(image), scale, shift, of_image),
+            layout,
+        )
+        attended = layout.attend(rotate(query, image_rotary_emb), rotate(key, image_rotary_emb), value)
+        text_out, image_out = layout.split(attended.flatten(1))
+        text_out, image_out = self.attn.to_add_out(text_out), self.attn.to_out[1](self.attn.to_out[0](image_out))
+
+        image = add_gated(image, gate, image_out, of_image)
+        mlp_in = modulate(self.norm2(image), scale_mlp, shift_mlp, of_image)
+        image = add_gated(image, gate_mlp, self.ff(mlp_in), of_image)
+
+        text = add_gated(text, c_gate, text_out, of_text)
+        mlp_in = modulate(self.norm2_context(text), c_scale_mlp, c_shift_mlp, of_text)
+        text = add_gated(text, c_gate_mlp, self.ff_context(mlp_in), of_text)
+        return _clip_fp16(text), image
+
+    def _joint_qkv(self, text: Tensor, image: Tensor, layout: RaggedLayout) -> tuple[Tensor, Tensor, Tensor]:
+        attn = self.attn
+        text_q, text_k, text_v = _heads(attn, attn.add_q_proj(text), attn.add_k_proj(text), attn.add_v_proj(text))
+        image_q, image_k, image_v = _heads(attn, attn.to_q(image), attn.to_k(image), attn.to_v(image))
+        query = layout.join(attn.norm_added_q(text_q), attn.norm_q(image_q))
+        key = layout.join(attn.norm_added_k(text_k), attn.norm_k(image_k))
+        return query, key, layout.join(text_v, image_v)
+
+
+class RaggedFluxSingleBlock(FluxSingleTransformerBlock):
+    """The single-stream block. With a layout it runs on the joint tokens; without one it is diffusers' own."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None,
+        temb: Tensor,
+        image_rotary_emb: Rotary,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+        layout: RaggedLayout | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Ragged: joint tokens `(T, C)` in and out, temb `(B, C)`; there is no separate text stream any more."""
+        if layout is None:
+            return super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs)
+        attn, of_joint = self.attn, layout.joint_sample
+        shift, scale, gate = _modulation(self.norm, temb, 3)
+        tokens = modulate(self.norm.norm(hidden_states), scale, shift, of_joint)
+        query, key, value = _heads(attn, attn.to_q(tokens), attn.to_k(tokens), attn.to_v(tokens))
+        query, key = rotate(attn.norm_q(query), image_rotary_emb), rotate(attn.norm_k(key), image_rotary_emb)
+        attended = layout.attend(query, key, value).flatten(1)
+        out = self.proj_out(torch.cat([attended, self.act_mlp(self.proj_mlp(tokens))], dim=1))
+        return _clip_fp16(add_gated(hidden_states, gate, out, of_joint))
+
+
+class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
+    """diffusers' FLUX transformer that also takes samples of different sizes in one batch."""
+
+    @functools.wraps(diffusers.FluxTransformer2DModel.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The same modules under the same names, hence the same checkpoints; only `forward` gains a case.
+        for block in self.transformer_blocks:
+            block.__class__ = RaggedFluxBlock
+        for block in self.single_transformer_blocks:
+            block.__class__ = RaggedFluxSingleBlock
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        pooled_projections: Tensor | None = None,
+        timestep: Tensor | None = None,
+        img_ids: Tensor | None = None,
+        txt_ids: Tensor | None = None,
+        guidance: Tensor | None = None,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+        controlnet_block_samples: Any = None,
+        controlnet_single_block_samples: Any = None,
+        return_dict: bool = True,
+        controlnet_blocks_repeat: bool = False,
+        attention_mask: Tensor | None = None,
+        layout: RaggedLayout | None = None,
+    ) -> Transformer2DModelOutput | tuple[Tensor]:
+        """diffusers' arguments, and two ways to pass samples that differ.
+
+        Padded: `img_ids` may be `(B, S, 3)`, and `attention_mask` `(B, text + S)`, bool or 0/1, says which tokens are
+        valid. Padding is removed before anything is computed; its output rows are exactly zero.
+
+        Packed: with `layout`, `hidden_states` is `(N, in_channels)`, `encoder_hidden_states` `(L, text channels)`,
+        `img_ids` `(N, 3)`, `txt_ids` `(L, 3)`, and the output `(N, out_channels)`. `pooled_projections`, `timestep` and
+        `guidance` have one row per sample, as always.
+
+        One sample, or samples of one shape with nothing masked, run diffusers' forward itself.
+        """
+        stock = functools.partial(
+            super().forward,
+            pooled_projections=pooled_projections,
+            timestep=timestep,
+            guidance=guidance,
+            joint_attention_kwargs=joint_attention_kwargs,
+            controlnet_block_samples=controlnet_block_samples,
+            controlnet_single_block_samples=controlnet_single_block_samples,
+            controlnet_blocks_repeat=controlnet_blocks_repeat,
+            return_dict=False,
+        )
+        padded: PaddedInputs | None = None
+        if layout is None:
+            padded = PaddedInputs(hidden_states, encoder_hidden_states, img_ids, txt_ids, attention_mask)
+            if padded.is_plain:
+                output = stock(hidden_states, encoder_hidden_states, img_ids=padded.img_ids, txt_ids=padded.txt_ids)[0]
+                return Transformer2DModelOutput(sample=output) if return_dict else (output,)
+            hidden_states, encoder_hidden_states, img_ids, txt_ids, layout = padded.pack()
+
+        if layout.uniform:
+            batch = layout.batch_size
+            output = stock(
+                hidden_states.unflatten(0, (batch, -1)),
+                encoder_hidden_states.unflatten(0, (batch, -1)),
+                img_ids=img_ids.unflatten(0, (batch, -1))[0],
+                txt_ids=txt_ids.unflatten(0, (batch, -1))[0],
+            )[0].flatten(0, 1)
+        else:
+            _refuse(controlnet_block_samples, controlnet_single_block_samples, joint_attention_kwargs)
+            output = self._forward_ragged(
+                hidden_states,
+                encoder_hidden_states,
+                pooled_projections,
+                timestep,
+                img_ids,
+                txt_ids,
+                guidance,
+                layout,
+                joint_attention_kwargs=joint_attention_kwargs,
+            )
+        if padded is not None:
+            output = padded.unpack(output)
+        return Transformer2DModelOutput(sample=output) if return_dict else (output,)
+
+    @apply_lora_scale("joint_attention_kwargs")
+    def _forward_ragged(
+        self,
+        image: Tensor,
+        text: Tensor,
+        pooled_projections: Tensor,
+        timestep: Tensor,
+        img_ids: Tensor,
+        txt_ids: Tensor,
+        guidance: Tensor | None,
+        layout: RaggedLayout,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+    ) -> Tensor:
+        image = self.x_embedder(layout.enter_image(image))
+        text = self.context_embedder(layout.enter_text(text))
+        timestep = timestep.to(image.dtype) * 1000
+        conditions = [timestep] if guidance is None else [timestep, guidance.to(image.dtype) * 1000]
+        temb = self.time_text_embed(*conditions, pooled_projections)
+        rotary = rotary_tables(*self.pos_embed(layout.join(layout.enter_text(txt_ids), layout.enter_image(img_ids))))
+
+        checkpointing = torch.is_grad_enabled() and self.gradient_checkpointing
+        run = self._gradient_checkpointing_func if checkpointing else _call
+        for block in self.transformer_blocks:
+            text, image = run(block, image, text, temb, rotary, None, layout)
+        joint = layout.join(text, image)
+        for block in self.single_transformer_blocks:
+            joint = run(block, joint, None, temb, rotary, None, layout)
+
+        image = layout.split(joint)[1]
+        norm = self.norm_out
+        scale, shift = norm.linear(norm.silu(temb).to(image.dtype)).chunk(2, dim=1)
+        return layout.leave_image(self.proj_out(modulate(norm.norm(image), scale, shift, layout.image_sample)))
+
+
+def modulate(tokens: Tensor, scale: Tensor, shift: Tensor, sample: Tensor) -> Tensor:
+    """`tokens * (1 + scale) + shift` with the scale and shift `(B, C)` of each token's own sample."""
+    return torch.addcmul(shift.index_select(0, sample), tokens, (1 + scale).index_select(0, sample))
+
+
+def add_gated(tokens: Tensor, gate: Tensor, update: Tensor, sample: Tensor) -> Tensor:
+    """`tokens + gate * update` with the gate `(B, C)` of each token's own sample."""
+    return torch.addcmul(tokens, gate.index_select(0, sample), update)
+
+
+def _modulation(norm: torch.nn.Module, temb: Tensor, parts: int) -> tuple[Tensor, ...]:
+    return norm.linear(norm.silu(temb)).chunk(parts, dim=1)
+
+
+def _heads(attn: FluxAttention, *projections: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.unflatten(-1, (-1, attn.head_dim)) for x in projections)
+
+
+def _clip_fp16(tokens: Tensor) -> Tensor:
+    return tokens.clip(-_FP16_MAX, _FP16_MAX) if tokens.dtype == torch.float16 else tokens
+
+
+def _call(block: torch.nn.Module, *args: Any) -> Any:
+    return block(*args)
+
+
+def _refuse(block_samples: Any, single_block_samples: Any, attention_kwargs: dict[str, Any] | None) -> None:
+    if block_samples is not None or single_block_samples is not None:
+        raise ValueError("ControlNet residuals are not supported for samples of different sizes: run them one by one.")
+    unknown = sorted(set(attention_kwargs or {}) - {"scale"})
+    if unknown:
+        raise ValueError(f"joint_attention_kwargs {unknown} are not supported for samples of different sizes.")

@@ -1,0 +1,94 @@
+"""Attention over samples of different length; the one place that chooses a kernel.
+
+Shapes: T joint tokens of the whole batch, H heads, D channels of a head, S tokens of one padded sample.
+
+The choice follows `benchmarks/attention_kernels.py`, measured on one H200 (forward + backward, milliseconds):
+
+    samples               per sample, cuDNN    per sample, flash    varlen
+    2560, 3712, 5120, 8704            10.1                 18.5      16.9
+    8 x 2560                           5.3                  9.1       7.6
+    8 x 1536                           3.6                  4.6       3.0
+    32 x 512                           9.5                  9.7       2.0
+
+cuDNN's kernel for Hopper and later is far ahead once a call is long enough to hide its launch; otherwise one
+variable-length flash call for all samples wins.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+LONG_SAMPLE = 2048
+"""Mean tokens per sample from which one cuDNN call per sample beats one variable-length call for all."""
+
+_BY_SPEED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def ragged_attention(
+    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, offsets_host: tuple[int, ...]
+) -> Tensor:
+    """Each sample attends to itself. `(T, H, D)` each; sample b is rows `offsets[b]` to `offsets[b + 1]`.
+
+    `offsets_host` holds the same numbers as `offsets`, so that no kernel choice or slice waits for the device.
+    """
+    lengths = [end - start for start, end in zip(offsets_host[:-1], offsets_host[1:], strict=True)]
+    query, key, value = _under_autocast(query, key, value)
+    if _prefers_varlen(query, lengths):
+        from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  (registers CUDA ops on import)
+
+        longest = max(lengths)
+        return varlen_attn(query, key, value, offsets, offsets, longest, longest)
+    samples = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
+    with sdpa_kernel(_BY_SPEED, set_priority=True):
+        out = torch.cat([_attend_one(q, k, v) for q, k, v in samples])
+    if out.requires_grad:
+        # cuDNN's backward reads out of bounds when the incoming gradient is a slice of a wider tensor (torch 2.11).
+        out.register_hook(torch.Tensor.contiguous)
+    return out
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor) -> Tensor:
+    """Attention over a padded batch: `(B * S, H, D)` each, `key_mask` `(B, S)` true where a key is valid."""
+    batch = key_mask.shape[0]
+    q, k, v = (rearrange(x, "(b s) h d -> b h s d", b=batch) for x in (query, key, value))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=key_mask[:, None, None, :])
+    return rearrange(out, "b h s d -> (b s) h d")
+
+
+def _attend_one(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    q, k, v = (rearrange(x, "s h d -> 1 h s d") for x in (query, key, value))
+    return rearrange(F.scaled_dot_product_attention(q, k, v), "1 h s d -> s h d")
+
+
+def _under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What autocast does before torch's own attention: norms ran in float32, attention runs in the autocast dtype."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) for x in tensors)
+
+
+def _prefers_varlen(query: Tensor, lengths: list[int]) -> bool:
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if not _has_varlen(query.device.index):
+        return False
+    long = sum(lengths) >= LONG_SAMPLE * len(lengths)
+    return not (long and _has_fast_cudnn(query.device.index) and torch.backends.cuda.cudnn_sdp_enabled())
+
+
+@cache
+def _has_varlen(device: int) -> bool:
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@cache
+def _has_fast_cudnn(device: int) -> bool:
+    return torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(device) >= (9, 0)

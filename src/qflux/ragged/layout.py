@@ -1,0 +1,201 @@
+"""Where each sample's tokens lie when a whole batch is one token sequence.
+
+Shape legend, used in all tensor code of qflux:
+
+    B  samples in the batch
+    L  text tokens,  N  image tokens,  T = L + N  joint tokens; each summed over the batch
+    C  channels of a token,  H  attention heads,  D  channels of a head
+
+Two streams enter a transformer: all text tokens `(L, C)` and all image tokens `(N, C)`, samples one after another. The
+joint sequence `(T, C)` is `[text_0 | image_0 | text_1 | image_1 | …]`, so that a sample is contiguous. Linear layers,
+norms and MLPs don't care which sample a token belongs to; attention, modulation and positions do, and those three read
+everything they need from here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from qflux.ragged.attention import masked_attention, ragged_attention
+from qflux.ragged.interleave import Interleave
+
+ImageShape = tuple[int, int, int]
+"""`(1, rows, columns)` of an image in tokens; one token is 16 × 16 pixels."""
+
+
+@dataclass(frozen=True)
+class RaggedLayout(ABC):
+    """Index tensors over the text, image and joint sequences of one batch.
+
+    Callers hand over packed tokens and get packed tokens back; what a layout holds in between is its own business.
+    `enter_text`, `enter_image` and `leave_image` are the border.
+    """
+
+    text_lengths: tuple[int, ...]
+    image_lengths: tuple[int, ...]
+    uniform: bool
+    """All samples have the same text length and the same images: an ordinary batch, which needs no ragged code."""
+    streams: Interleave
+    """Text and image tokens as two streams and in joint order."""
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.text_lengths)
+
+    @property
+    def text_sample(self) -> Tensor:
+        """`(L,)` the sample of each text token."""
+        return self.streams.first_sample
+
+    @property
+    def image_sample(self) -> Tensor:
+        """`(N,)` the sample of each image token."""
+        return self.streams.second_sample
+
+    @property
+    def joint_sample(self) -> Tensor:
+        """`(T,)` the sample of each joint token."""
+        return self.streams.joint_sample
+
+    def join(self, text: Tensor, image: Tensor) -> Tensor:
+        """Text `(L, …)` and image `(N, …)` tokens in joint order `(T, …)`."""
+        return self.streams.join(text, image)
+
+    def split(self, joint: Tensor) -> tuple[Tensor, Tensor]:
+        """Joint tokens `(T, …)` as text `(L, …)` and image `(N, …)` tokens."""
+        return self.streams.split(joint)
+
+    @abstractmethod
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of joint tokens `(T, H, D)` in which a token sees its own sample only."""
+
+    @abstractmethod
+    def enter_text(self, tokens: Tensor) -> Tensor:
+        """Packed text tokens as this layout holds them."""
+
+    @abstractmethod
+    def enter_image(self, tokens: Tensor) -> Tensor:
+        """Packed image tokens as this layout holds them."""
+
+    @abstractmethod
+    def leave_image(self, tokens: Tensor) -> Tensor:
+        """The inverse of `enter_image`."""
+
+
+@dataclass(frozen=True)
+class PackedLayout(RaggedLayout):
+    """Valid tokens only: no padding exists anywhere."""
+
+    _offsets: Tensor
+    _offsets_host: tuple[int, ...]
+
+    @classmethod
+    def build(
+        cls,
+        text_lengths: Sequence[int],
+        image_lengths: Sequence[int],
+        device: torch.device | str | None = None,
+        uniform: bool = False,
+    ) -> PackedLayout:
+        lengths = (text + image for text, image in zip(text_lengths, image_lengths, strict=True))
+        offsets = (0, *accumulate(lengths))
+        return cls(
+            text_lengths=tuple(text_lengths),
+            image_lengths=tuple(image_lengths),
+            uniform=uniform,
+            streams=Interleave.build(text_lengths, image_lengths, device),
+            _offsets=torch.tensor(offsets, dtype=torch.int32).to(device, non_blocking=True),
+            _offsets_host=offsets,
+        )
+
+    @classmethod
+    def from_shapes(
+        cls,
+        text_lengths: Sequence[int],
+        img_shapes: Sequence[Sequence[ImageShape]],
+        device: torch.device | str | None = None,
+    ) -> PackedLayout:
+        """The layout of samples with these text lengths and these images (target first)."""
+        image_lengths = [image_tokens(shapes) for shapes in img_shapes]
+        uniform = len(set(text_lengths)) == 1 and len({tuple(shapes) for shapes in img_shapes}) == 1
+        return cls.build(text_lengths, image_lengths, device, uniform)
+
+    # A graph break on purpose: a loop over samples inside a compiled graph would be unrolled and compiled anew for every
+    # batch size, and no fusion crosses an attention kernel anyway.
+    @torch.compiler.disable
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return ragged_attention(query, key, value, self._offsets, self._offsets_host)
+
+    def enter_text(self, tokens: Tensor) -> Tensor:
+        return tokens
+
+    def enter_image(self, tokens: Tensor) -> Tensor:
+        return tokens
+
+    def leave_image(self, tokens: Tensor) -> Tensor:
+        return tokens
+
+
+@dataclass(frozen=True)
+class PaddedLayout(RaggedLayout):
+    """Every sample padded to the longest, with a mask: what other trainers do, kept as the reference.
+
+    Same block code as `PackedLayout`, `B * max(L_b)` text and `B * max(N_b)` image rows, of which some are zeros.
+    """
+
+    key_mask: Tensor
+    """`(B, S)` true where a joint token of a padded sample is valid."""
+    _text_rows: Tensor
+    _image_rows: Tensor
+
+    @classmethod
+    def of(cls, packed: PackedLayout) -> PaddedLayout:
+        batch, device = packed.batch_size, packed.text_sample.device
+        text_width, image_width = max(packed.text_lengths), max(packed.image_lengths)
+        text_valid = _valid(packed.text_lengths, text_width)
+        image_valid = _valid(packed.image_lengths, image_width)
+        return cls(
+            text_lengths=packed.text_lengths,
+            image_lengths=packed.image_lengths,
+            uniform=packed.uniform,
+            streams=Interleave.build([text_width] * batch, [image_width] * batch, device),
+            key_mask=torch.cat([text_valid, image_valid], dim=1).to(device),
+            _text_rows=text_valid.flatten().nonzero().squeeze(1).to(device),
+            _image_rows=image_valid.flatten().nonzero().squeeze(1).to(device),
+        )
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return masked_attention(query, key, value, self.key_mask)
+
+    def enter_text(self, tokens: Tensor) -> Tensor:
+        return _scatter_rows(tokens, self._text_rows, len(self.text_sample))
+
+    def enter_image(self, tokens: Tensor) -> Tensor:
+        return _scatter_rows(tokens, self._image_rows, len(self.image_sample))
+
+    def leave_image(self, tokens: Tensor) -> Tensor:
+        return tokens.index_select(0, self._image_rows)
+
+
+def image_tokens(shapes: Sequence[ImageShape]) -> int:
+    """How many tokens these images are together."""
+    return sum(rows * columns for _, rows, columns in shapes)
+
+
+def padding_ratio(lengths: Sequence[int]) -> float:
+    """The share of a padded batch of these lengths that would be padding."""
+    return 1.0 - sum(lengths) / (len(lengths) * max(lengths))
+
+
+def _valid(lengths: Sequence[int], width: int) -> Tensor:
+    return torch.arange(width)[None, :] < torch.tensor(lengths)[:, None]
+
+
+def _scatter_rows(tokens: Tensor, rows: Tensor, total: int) -> Tensor:
+    return tokens.new_zeros(total, *tokens.shape[1:]).index_copy(0, rows, tokens)

@@ -1,0 +1,35 @@
+"""Latents as tokens and back: one token is a 2 × 2 patch of the latent, 16 × 16 pixels of the image."""
+
+from __future__ import annotations
+
+from einops import rearrange
+from torch import Tensor
+
+from qflux.ragged.layout import ImageShape
+
+PIXELS_PER_TOKEN = 16
+
+
+def pack(latents: Tensor) -> Tensor:
+    """Latents `(C, 2 h, 2 w)` as tokens `(h * w, 4 C)`."""
+    return rearrange(latents, "c (h p) (w q) -> (h w) (c p q)", p=2, q=2)
+
+
+def unpack(tokens: Tensor, shape: ImageShape) -> Tensor:
+    """Tokens `(h * w, 4 C)` as latents `(C, 2 h, 2 w)`."""
+    _, rows, columns = shape
+    return rearrange(tokens, "(h w) (c p q) -> c (h p) (w q)", h=rows, w=columns, p=2, q=2)
+
+
+def token_shape(height: int, width: int) -> ImageShape:
+    """The token grid of an image of `height` × `width` pixels."""
+    return (1, height // PIXELS_PER_TOKEN, width // PIXELS_PER_TOKEN)
+
+
+def mask_to_tokens(mask: Tensor) -> Tensor:
+    """A pixel mask `(B, H, W)` in [0, 1] as one value per token, `(B, H/16 * W/16)`.
+
+    A latent cell is the mean of its 8 × 8 pixels, a token the maximum of its 2 × 2 cells.
+    """
+    cells = rearrange(mask, "b (h p) (w q) -> b h w (p q)", p=8, q=8).mean(-1)
+    return rearrange(cells, "b (h p) (w q) -> b (h w) (p q)", p=2, q=2).amax(-1)
