@@ -26,10 +26,10 @@ from pathlib import Path
 
 import diffusers
 import torch
-from peft import LoraConfig
-from peft.helpers import disable_input_dtype_casting
 from torch import Tensor
 
+from qflux.adapters.lora import inject
+from qflux.config import LoraSettings
 from qflux.models.flux_kontext.transformer import FluxTransformer2DModel
 from qflux.ragged.layout import PackedLayout, PaddedLayout, padding_ratio
 from qflux.ragged.rope import image_ids
@@ -49,7 +49,6 @@ class Scale:
     text_width: int
     divide: int
     dtype: torch.dtype
-    warmup: int
     repeats: int
 
     @property
@@ -57,8 +56,8 @@ class Scale:
         return self.heads * 128
 
 
-FULL = Scale("FLUX 12B", 19, 38, 24, 4096, 1, torch.bfloat16, 2, 3)
-SMALL = Scale("FLUX scaled down", 2, 4, 4, 256, 4, torch.float32, 1, 3)
+FULL = Scale("FLUX 12B", 19, 38, 24, 4096, 1, torch.bfloat16, 3)
+SMALL = Scale("FLUX scaled down", 2, 4, 4, 256, 4, torch.float32, 3)
 
 
 @dataclass
@@ -90,14 +89,13 @@ def build_model(scale: Scale, device: str) -> FluxTransformer2DModel:
     model = model.to(scale.dtype).to_empty(device=device).requires_grad_(False)
     for parameter in model.parameters():
         parameter.normal_(0.0, 0.02)
-    model.add_adapter(LoraConfig(r=16, lora_alpha=16, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+    inject(model, LoraSettings(rank=16), seed=0)
     return model.train()
 
 
-def training_step(model: FluxTransformer2DModel, scale: Scale, batch: Batch, mode: str, device: str) -> Callable[[], None]:
+def training_step(
+    model: FluxTransformer2DModel, scale: Scale, batch: Batch, mode: str, device: str
+) -> Callable[[], None]:
     """A closure that does one optimizer step in `mode`: packed, padded, or padded through diffusers' own forward."""
     count = len(batch.targets)
     torch.manual_seed(0)
@@ -113,16 +111,14 @@ def training_step(model: FluxTransformer2DModel, scale: Scale, batch: Batch, mod
 
     def predict() -> Tensor:
         if mode == "diffusers":
-            return padded.leave_image(stock_forward(model, padded, image, text, pooled, sigma, guidance, count))
+            conditions = {"pooled_projections": pooled, "timestep": sigma, "guidance": guidance}
+            return padded.leave_image(stock_forward(model, padded, image, text, **conditions))
         layout = packed if mode == "packed" else padded
         ids, text_ids = image_ids(batch.shapes, device), torch.zeros(len(text), 3, device=device)
         return model(image, text, pooled, sigma, ids, text_ids, guidance, layout=layout, return_dict=False)[0]
 
     def step() -> None:
-        enabled = scale.dtype != torch.float32
-        with torch.autocast(device, torch.bfloat16, enabled=enabled), disable_input_dtype_casting(model, enabled):
-            loss = (predict() - goal).float().square().mean()
-        loss.backward()
+        (predict() - goal).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -130,22 +126,20 @@ def training_step(model: FluxTransformer2DModel, scale: Scale, batch: Batch, mod
 
 
 def stock_forward(
-    model: FluxTransformer2DModel,
-    padded: PaddedLayout,
-    image: Tensor,
-    text: Tensor,
-    pooled: Tensor,
-    sigma: Tensor,
-    guidance: Tensor,
-    count: int,
+    model: FluxTransformer2DModel, padded: PaddedLayout, image: Tensor, text: Tensor, **conditions: Tensor
 ) -> Tensor:
-    """diffusers' forward on the padded batch with a mask. Only its time is of interest: it shares one set of positions."""
+    """diffusers' forward on the padded batch with a mask, for its time: all samples share one set of positions."""
+    count = padded.batch_size
     images, texts = (x.unflatten(0, (count, -1)) for x in (padded.enter_image(image), padded.enter_text(text)))
-    ids = image_ids([[(1, images.shape[1], 1)]], image.device)
-    mask = {"attention_mask": padded._key_mask[:, None, None, :]}
-    text_ids = torch.zeros(texts.shape[1], 3, device=image.device)
-    stock = diffusers.FluxTransformer2DModel.forward
-    output = stock(model, images, texts, pooled, sigma, ids, text_ids, guidance, joint_attention_kwargs=mask)
+    output = diffusers.FluxTransformer2DModel.forward(
+        model,
+        images,
+        texts,
+        img_ids=image_ids([[(1, images.shape[1], 1)]], image.device),
+        txt_ids=torch.zeros(texts.shape[1], 3, device=image.device),
+        joint_attention_kwargs={"attention_mask": padded.key_mask[:, None, None, :]},
+        **conditions,
+    )
     return output.sample.flatten(0, 1)
 
 
@@ -180,9 +174,9 @@ def peak_memory(device: str) -> Iterator[list[float]]:
     result.append(peak[0] / 2**30)
 
 
-def measure(step: Callable[[], None], scale: Scale, device: str) -> tuple[float, float]:
+def measure(step: Callable[[], None], scale: Scale, device: str, warmup: int) -> tuple[float, float]:
     """Median seconds of a step, and peak memory in GiB."""
-    for _ in range(scale.warmup):
+    for _ in range(warmup):
         step()
     times = []
     with peak_memory(device) as peak:
@@ -210,12 +204,12 @@ def cpu_peak() -> float:
 
 ROWS = (
     # mode, compiled blocks, checkpointing
-    ("diffusers", False, True),
     ("padded", False, True),
     ("packed", False, True),
     ("padded", True, True),
     ("packed", True, True),
     ("packed", True, False),
+    ("diffusers", False, True),
 )
 
 
@@ -233,7 +227,10 @@ def main() -> None:
     print(f"tokens / {scale.divide}, peak {peak / 1e12:.2f} TFLOP/s, median of {scale.repeats}\n", flush=True)
 
     model = build_model(scale, device)
-    table = ["| padding | mode | blocks | checkpointing | s/step | against padded | peak GiB | MFU |", "|---|" * 1 + "---|" * 7]
+    table = [
+        "| padding | mode | blocks | checkpointing | s/step | against padded | peak GiB | MFU |",
+        "|---|" * 1 + "---|" * 7,
+    ]
     for name in arguments.batches:
         batch = Batch([n // scale.divide for n in BATCHES[name]], 512 // scale.divide)
         baseline: dict[bool, float] = {}
@@ -243,16 +240,20 @@ def main() -> None:
             # cuDNN attention crashes on a padded, masked, checkpointed 12B batch (torch 2.11).
             torch.backends.cuda.enable_cudnn_sdp(mode == "packed")
             set_execution(model, compiled, checkpointing)
-            seconds, gib = measure(training_step(model, scale, batch, mode, device), scale, device)
+            seconds, gib = measure(training_step(model, scale, batch, mode, device), scale, device, 1 + compiled)
             if mode == "padded":
                 baseline[compiled] = seconds
-            ratio = f"{baseline[compiled] / seconds:.2f}x" if compiled in baseline else "–"
-            mfu = model_flops(scale, batch) / seconds / peak
-            table.append(
-                f"| {name} ({padding_ratio(batch.layout.image_lengths):.1%}) | {mode} | "
-                f"{'compiled' if compiled else 'eager'} | {'full' if checkpointing else 'off'} | {seconds:.2f} | {ratio} | "
-                f"{gib:.1f} | {mfu:.1%} |"
+            cells = (
+                f"{name} ({padding_ratio(batch.layout.image_lengths):.1%})",
+                mode,
+                "compiled" if compiled else "eager",
+                "full" if checkpointing else "off",
+                f"{seconds:.2f}",
+                f"{baseline[compiled] / seconds:.2f}x" if compiled in baseline else "-",
+                f"{gib:.1f}",
+                f"{model_flops(scale, batch) / seconds / peak:.1%}",
             )
+            table.append(f"| {' | '.join(cells)} |")
             print(table[-1], flush=True)
             gc.collect()
             if device == "cuda":

@@ -1,0 +1,31 @@
+"""Fine-tune image-editing diffusion transformers on images of different sizes in the same batch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qflux.config import Config, load_config
+    from qflux.training.trainer import FluxKontextLoraTrainer, Trainer
+
+    __version__: str
+
+_HOMES = {
+    "Config": "qflux.config",
+    "load_config": "qflux.config",
+    "Trainer": "qflux.training.trainer",
+    "FluxKontextLoraTrainer": "qflux.training.trainer",
+}
+
+__all__ = ["Config", "FluxKontextLoraTrainer", "Trainer", "__version__", "load_config"]
+
+
+def __getattr__(name: str) -> Any:
+    """Public names on first use: importing qflux does not import torch and diffusers."""
+    if name == "__version__":
+        return version("qflux")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'qflux' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -79,7 +79,7 @@ class ProcessorSettings(Section):
 
     process_type: Literal["center_crop", "resize", "padding", "fixed_pixels"] = Field(
         default="fixed_pixels",
-        description="center_crop and fixed_pixels cover the size and crop the rest; resize stretches; padding adds white",
+        description="center_crop and fixed_pixels cover the size and crop the rest; resize stretches; padding pads",
     )
     target_size: Size | None = Field(default=None, description="one fixed [height, width]")
     multi_resolutions: Annotated[Candidates | None, BeforeValidator(_candidates)] = Field(
@@ -225,7 +225,9 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads `1e-4` as a string; a learning rate is a number."""
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
 
 
 def _parse(text: str) -> Any:

@@ -1,0 +1,1 @@
+"""Adapters: inject and train them, write and read their files."""

@@ -57,7 +57,7 @@ def _add(transformer: nn.Module, settings: LoraSettings) -> None:
         if "not found" not in str(error):
             raise
         raise ConfigError(
-            f"lora.target_modules: none of {list(settings.target_modules)} is a module of {type(transformer).__name__}.",
+            f"lora.target_modules: {type(transformer).__name__} has none of {list(settings.target_modules)}",
             "use names as they end in the model, for example [to_q, to_k, to_v, to_out.0].",
         ) from error
 

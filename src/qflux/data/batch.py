@@ -84,6 +84,13 @@ class EditBatch:
         return self.images.first_sample
 
     @property
+    def lengths(self) -> list[int]:
+        """Text and image tokens of each sample."""
+        return [
+            len(text.tokens) + image_tokens(shapes) for text, shapes in zip(self.text, self.img_shapes, strict=True)
+        ]
+
+    @property
     def target_lengths(self) -> list[int]:
         return [image_tokens(shapes[:1]) for shapes in self.img_shapes]
 

@@ -4,8 +4,8 @@
     samples/<key>.json                 which entries make a sample, and its shapes: written last, so it means complete
     files.json                         hashes of source files, remembered by path, size and time
 
-An entry's key is a hash of the source's bytes, the transform, the encoder and the dtype. Changing one of them is a miss;
-there is no such thing as a stale entry.
+An entry's key is a hash of the source's bytes, the transform, the encoder and the dtype. Changing one of them is a
+miss; there is no such thing as a stale entry.
 """
 
 from __future__ import annotations

@@ -104,14 +104,14 @@ class ImageProcessor:
     def _check_aspect(self, width: int, height: int, name: str) -> None:
         ratio = max(width / height, height / width)
         if ratio > self.settings.max_aspect_ratio:
-            raise ExtremeAspect(
+            raise ExtremeAspectError(
                 f"{name} is {width}x{height}: its aspect ratio {ratio:.2f} is beyond "
                 f"max_aspect_ratio {self.settings.max_aspect_ratio:g}",
                 "raise data.processor.max_aspect_ratio, or set data.processor.on_extreme_aspect: skip.",
             )
 
 
-class ExtremeAspect(DataError):
+class ExtremeAspectError(DataError):
     """An image longer than `max_aspect_ratio` allows."""
 
 
@@ -121,7 +121,9 @@ def best_size(areas: Sequence[int], width: int, height: int) -> Size:
     Nearest is the smallest `|A - w h| / (w h)`; then the smaller area; then the better aspect ratio.
     """
     own = width * height
-    area = min(areas, key=lambda a: (abs(a - own) / own, a, _aspect_error(size_for_area(a, width, height), width, height)))
+    area = min(
+        areas, key=lambda a: (abs(a - own) / own, a, _aspect_error(size_for_area(a, width, height), width, height))
+    )
     return size_for_area(area, width, height)
 
 

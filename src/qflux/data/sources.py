@@ -104,9 +104,7 @@ def _masks(targets: dict[str, Path], images: list[Path], problems: list[str]) ->
     return masks
 
 
-def _controls(
-    targets: dict[str, Path], beside: dict[str, Path], problems: list[str]
-) -> dict[str, tuple[Path, ...]]:
+def _controls(targets: dict[str, Path], beside: dict[str, Path], problems: list[str]) -> dict[str, tuple[Path, ...]]:
     numbered: dict[str, dict[int, Path]] = {}
     for stem, path in beside.items():
         further = re.fullmatch(r"(.+)_control_(\d+)", stem)

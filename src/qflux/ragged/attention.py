@@ -17,6 +17,8 @@ variable-length flash call for all samples wins.
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -37,13 +39,13 @@ def ragged_attention(
 
     `offsets_host` holds the same numbers as `offsets`, so that no kernel choice or slice waits for the device.
     """
-    lengths = [end - start for start, end in zip(offsets_host[:-1], offsets_host[1:], strict=True)]
+    lengths = [end - start for start, end in pairwise(offsets_host)]
     query, key, value = _under_autocast(query, key, value)
     if _prefers_varlen(query, lengths):
         from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  (registers CUDA ops on import)
 
         longest = max(lengths)
-        return varlen_attn(query, key, value, offsets, offsets, longest, longest)
+        return cast(Tensor, varlen_attn(query, key, value, offsets, offsets, longest, longest))
     samples = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
     with sdpa_kernel(_BY_SPEED, set_priority=True):
         out = torch.cat([_attend_one(q, k, v) for q, k, v in samples])

@@ -126,8 +126,8 @@ class PackedLayout(RaggedLayout):
         uniform = len(set(text_lengths)) == 1 and len({tuple(shapes) for shapes in img_shapes}) == 1
         return cls.build(text_lengths, image_lengths, device, uniform)
 
-    # A graph break on purpose: a loop over samples inside a compiled graph would be unrolled and compiled anew for every
-    # batch size, and no fusion crosses an attention kernel anyway.
+    # A graph break on purpose: a loop over samples inside a compiled graph would be unrolled and compiled anew for
+    # every batch size, and no fusion crosses an attention kernel anyway.
     @torch.compiler.disable
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return ragged_attention(query, key, value, self._offsets, self._offsets_host)

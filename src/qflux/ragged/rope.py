@@ -37,7 +37,7 @@ def image_ids(img_shapes: Sequence[Sequence[ImageShape]], device: torch.device |
 
 
 def rotary_tables(cos: Tensor, sin: Tensor) -> Rotary:
-    """What `rotate` needs, from cosines and sines `(T, D)` that hold every angle twice, once for each channel of a pair.
+    """What `rotate` needs, from cosines and sines `(T, D)` that hold an angle for each channel, pairs sharing one.
 
     A pair (a, b) turns into (a cos - b sin, b cos + a sin): each channel times its cosine, plus its neighbour times a
     sine that is negative for the first of the two.

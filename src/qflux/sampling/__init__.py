@@ -1,0 +1,1 @@
+"""From noise to images: `sampler` integrates, `predict` prepares, schedules, denoises and decodes."""

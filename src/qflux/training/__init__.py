@@ -1,0 +1,1 @@
+"""Training. Start reading at `trainer`."""

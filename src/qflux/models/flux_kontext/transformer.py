@@ -101,7 +101,7 @@ class RaggedFluxSingleBlock(FluxSingleTransformerBlock):
 class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
     """diffusers' FLUX transformer that also takes samples of different sizes in one batch."""
 
-    @functools.wraps(diffusers.FluxTransformer2DModel.__init__)
+    @functools.wraps(diffusers.FluxTransformer2DModel.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # The same modules under the same names, hence the same checkpoints; only `forward` gains a case.
@@ -113,11 +113,11 @@ class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
     def forward(
         self,
         hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        pooled_projections: Tensor | None = None,
-        timestep: Tensor | None = None,
-        img_ids: Tensor | None = None,
-        txt_ids: Tensor | None = None,
+        encoder_hidden_states: Tensor,
+        pooled_projections: Tensor,
+        timestep: Tensor,
+        img_ids: Tensor,
+        txt_ids: Tensor,
         guidance: Tensor | None = None,
         joint_attention_kwargs: dict[str, Any] | None = None,
         controlnet_block_samples: Any = None,
@@ -226,7 +226,7 @@ def add_gated(tokens: Tensor, gate: Tensor, update: Tensor, sample: Tensor) -> T
     return torch.addcmul(tokens, gate.index_select(0, sample), update)
 
 
-def _modulation(norm: torch.nn.Module, temb: Tensor, parts: int) -> tuple[Tensor, ...]:
+def _modulation(norm: Any, temb: Tensor, parts: int) -> tuple[Tensor, ...]:
     return norm.linear(norm.silu(temb)).chunk(parts, dim=1)
 
 

@@ -1,0 +1,202 @@
+"""The command line. Commands only parse, show progress and print; the work is in `training.trainer`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from qflux.errors import DataError, QfluxError
+
+if TYPE_CHECKING:
+    from qflux.training.metrics import StepReport
+    from qflux.training.trainer import Trainer
+
+app = typer.Typer(
+    help="Fine-tune image-editing diffusion transformers on images of different sizes in the same batch.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=True,
+)
+console = Console()
+errors = Console(stderr=True)
+
+ConfigFile = Annotated[Path, typer.Option("--config", help="A YAML file; recipes/ has one per family.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="path.to.key=value, replaces a value of the config.")
+]
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
+    set_: Overrides = None,
+) -> None:
+    """Try everything offline: synthetic data, a tiny model, cache, fit and predict."""
+    from qflux.demo.run import DemoProgress, demo_config, run_demo  # noqa: PLC0415
+
+    started = time.perf_counter()
+    config = demo_config(output, set_ or [])
+    with _bar() as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def update(stage: str, done: int, total: int, note: str) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total, note="")
+            bar.update(tasks[stage], completed=done, note=note)
+
+        summary = run_demo(config, DemoProgress(update))
+
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    table.add_row("samples", str(summary.samples))
+    table.add_row("sizes", ", ".join(f"{size} ({count})" for size, count in summary.sizes.items()))
+    table.add_row("tokens trained on", f"{summary.tokens:,}")
+    table.add_row("padding avoided", f"{summary.padding_avoided:.1%} of what a padded run would compute")
+    table.add_row("steps", str(summary.steps))
+    table.add_row("loss, first and last tenth", f"{summary.first_loss:.4f} → {summary.last_loss:.4f}")
+    table.add_row("time", f"{time.perf_counter() - started:.0f} s")
+    for number, file in enumerate(summary.files):
+        table.add_row("files" if number == 0 else "", str(file))
+    console.print(table)
+    console.print("The model is tiny and random: the pictures show the path, not what a real checkpoint can do.")
+
+
+@app.command()
+def cache(config: ConfigFile, set_: Overrides = None) -> None:
+    """Encode prompts and images once, so that training loads neither."""
+    trainer = _trainer(config, set_)
+    with _bar() as bar:
+        task = bar.add_task("cache", total=None, note="samples")
+        report = trainer.cache(lambda done, total: bar.update(task, completed=done, total=total))
+    entries = f"{report.new_entries} entries new, {report.reused_entries} reused"
+    console.print(f"{report.samples} samples in {trainer.store.root}: {entries}.")
+    for reason in report.skipped:
+        console.print(f"skipped: {reason}")
+
+
+@app.command()
+def fit(config: ConfigFile, set_: Overrides = None) -> None:
+    """Train a LoRA on cached samples; goes on where an interrupted run was."""
+    trainer = _trainer(config, set_)
+    with _bar() as bar:
+        task = bar.add_task("fit", total=None, note="loading")
+
+        def on_step(report: StepReport) -> None:
+            note = f"loss {report.loss:.4f}  {report.tokens / report.seconds:,.0f} tokens/s"
+            bar.update(task, completed=report.step, total=report.total_steps, note=note)
+
+        result = trainer.fit(on_step)
+    if result.resumed_from:
+        console.print(f"continued from step {result.resumed_from}.")
+    losses = "" if result.first_loss is None else f", loss {result.first_loss:.4f} → {result.last_loss:.4f}"
+    console.print(f"{result.steps} steps{losses}. LoRA: {result.adapter}")
+
+
+@app.command()
+def predict(
+    config: ConfigFile,
+    prompt: Annotated[str, typer.Option(help="The instruction.")],
+    image: Annotated[
+        list[Path] | None, typer.Option(help="Control image; repeat for several, the first is the one to edit.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Where the result goes.")] = Path("prediction.png"),
+    lora: Annotated[Path | None, typer.Option(help="A LoRA file or an adapter folder.")] = None,
+    lora_scale: Annotated[float, typer.Option(help="Strength of the LoRA.")] = 1.0,
+    prompt_2: Annotated[str | None, typer.Option(help="Prompt of the second text encoder, if another.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Default: predict.seed.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Default: predict.num_inference_steps.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Default: predict.guidance_scale.")] = None,
+    height: Annotated[int | None, typer.Option(min=16, help="Of the result, with --width; a multiple of 16.")] = None,
+    width: Annotated[int | None, typer.Option(min=16, help="Of the result, with --height; a multiple of 16.")] = None,
+    set_: Overrides = None,
+) -> None:
+    """Edit one image."""
+    from qflux.data.images import load_rgb  # noqa: PLC0415
+    from qflux.sampling.predict import Edit  # noqa: PLC0415
+
+    if (height is None) != (width is None):
+        raise DataError("--height and --width go together", "give both or neither.")
+    if output.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
+        raise DataError(f"--output {output} is no image file name", "use .png, .jpg or .webp.")
+    trainer = _trainer(config, set_)
+    settings = trainer.config.predict
+    edit = Edit(
+        controls=tuple(load_rgb(path) for path in image or []),
+        prompt=prompt,
+        prompt_2=prompt_2,
+        seed=settings.seed if seed is None else seed,
+        size=(height, width) if height and width else None,
+    )
+    predictor = trainer.predictor(lora, lora_scale)
+    with _bar() as bar:
+        task = bar.add_task("predict", total=None, note="")
+        (result,) = predictor(
+            [edit],
+            steps or settings.num_inference_steps,
+            settings.guidance_scale if guidance is None else guidance,
+            lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    result.save(output)
+    console.print(f"{result.width}x{result.height}, seed {edit.seed}: {output}")
+
+
+def _trainer(config: Path, overrides: list[str] | None) -> Trainer:
+    from qflux.config import load_config  # noqa: PLC0415
+
+    settings = load_config(config, overrides or [])
+    from qflux.training.trainer import Trainer  # noqa: PLC0415  (imports torch: bad configs should fail fast)
+
+    return Trainer(settings)
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
+    columns = (
+        TextColumn("{task.description:8}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        yield progress
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command. Exit code 0: done, 2: the input is wrong, 130: interrupted, 1: a bug."""
+    _set_up_logging()
+    try:
+        app(args=list(arguments) if arguments is not None else None)
+    except QfluxError as error:
+        errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
+        errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        errors.print("interrupted; `qflux fit` and `qflux cache` go on from here when run again.")
+        sys.exit(130)
+
+
+def _set_up_logging() -> None:
+    """qflux speaks for itself; libraries speak up when something is wrong."""
+    for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
+        os.environ.setdefault(name, "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    handler = RichHandler(console=errors, show_time=False, show_path=False)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    logging.getLogger("qflux").setLevel(logging.INFO)
+
+
+if __name__ == "__main__":
+    main()

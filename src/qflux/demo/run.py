@@ -1,0 +1,166 @@
+"""`qflux demo`: make data and a tiny model, then cache, fit and predict, as on a real data set."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+from qflux.config import Config, load_config
+from qflux.data.geometry import Transform
+from qflux.data.images import load_rgb
+from qflux.data.store import write_bytes
+from qflux.demo.data import write_data_set
+from qflux.errors import DataError
+from qflux.models import get_family
+from qflux.models.flux_kontext.components import save_checkpoint
+from qflux.report.pictures import GridRow, SampleTokens, batch_layout, edit_grid
+from qflux.sampling.predict import Edit
+from qflux.training.encode import PlannedSample
+from qflux.training.metrics import StepReport
+from qflux.training.trainer import Trainer
+
+SAMPLES = 24
+SHOWN = (4, 1, 2, 7)
+SETTINGS = {
+    "family": "flux-kontext",
+    "output_dir": "runs/demo",
+    "run_name": "recolour",
+    "model": {"pretrained": "runs/demo/model", "dtype": "float32", "device": "cpu", "max_sequence_length": 64},
+    "data": {
+        "path": "runs/demo/data",
+        "batch_size": 4,
+        "processor": {"multi_resolutions": ["128*128", "192*192", "256*256"]},
+    },
+    "lora": {"rank": 8},
+    "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.003}},
+    "train": {"max_train_steps": 120, "gradient_checkpointing": False, "checkpoint_every": 40},
+    "loss": {"use_mask_loss": True},
+    "predict": {"num_inference_steps": 8},
+}
+"""The same as recipes/demo.yaml, for those who installed qflux without the repository."""
+
+
+@dataclass(frozen=True)
+class DemoSummary:
+    """What the demo did, in numbers."""
+
+    samples: int
+    sizes: dict[str, int]
+    tokens: int
+    padding_avoided: float
+    steps: int
+    first_loss: float
+    last_loss: float
+    """Means over the first and the last tenth of the steps: single steps are as noisy as their timesteps."""
+    files: list[Path]
+
+
+@dataclass(frozen=True)
+class DemoProgress:
+    """Where the demo says how far it is: stage, done, total, a note."""
+
+    update: Callable[[str, int, int, str], None]
+
+
+def demo_config(output_dir: Path, overrides: list[str] | None = None) -> Config:
+    """The demo's config with everything under `output_dir`."""
+    places = [
+        f"output_dir={output_dir}",
+        f"model.pretrained={output_dir / 'model'}",
+        f"data.path={output_dir / 'data'}",
+    ]
+    return load_config(SETTINGS, [*places, *(overrides or [])])
+
+
+def run_demo(config: Config, progress: DemoProgress) -> DemoSummary:
+    """Everything from an empty folder to pictures. Run again, it reuses what is there."""
+    data, model = config.data.path, Path(config.model.pretrained)
+    if not (data / "done").exists():
+        write_data_set(data, SAMPLES, config.seed)
+        (data / "done").touch()
+    if not (model / "model_index.json").exists():
+        save_checkpoint(get_family(config.family).tiny(config.seed), model)
+
+    trainer = Trainer(config)
+    trainer.cache(lambda done, total: progress.update("cache", done, total, "samples"))
+
+    def on_step(report: StepReport) -> None:
+        progress.update("fit", report.step, report.total_steps, f"loss {report.loss:.3f}")
+
+    result = trainer.fit(on_step)
+    samples = trainer.samples()
+    pictures = config.run_dir / "samples"
+    grid = _write(pictures / "grid.png", _predictions(trainer, samples, result.adapter, progress))
+    layout = _write(pictures / "batch.png", _batch_picture(samples, config))
+    reports = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    tenth = max(1, len(reports) // 10)
+    sizes = Counter("{}x{}".format(*sample.transforms[0].size[::-1]) for sample in samples)
+    tokens = sum(report["tokens"] for report in reports)
+    padded = sum(report["tokens"] / (1 - report["padding_avoided"]) for report in reports)
+    return DemoSummary(
+        samples=len(samples),
+        sizes=dict(sorted(sizes.items())),
+        tokens=tokens,
+        padding_avoided=1 - tokens / padded,
+        steps=result.steps,
+        first_loss=sum(report["loss"] for report in reports[:tenth]) / tenth,
+        last_loss=sum(report["loss"] for report in reports[-tenth:]) / tenth,
+        files=[result.adapter, config.run_dir / "metrics.jsonl", grid, layout],
+    )
+
+
+def _predictions(trainer: Trainer, samples: list[PlannedSample], adapter: Path, progress: DemoProgress) -> Image.Image:
+    """One ragged batch of edits of different sizes, beside what was given and what was wanted."""
+    settings = trainer.config.predict
+    shown = [samples[index] for index in SHOWN]
+    edits = [
+        Edit(tuple(load_rgb(path) for path in s.example.controls), s.example.prompt, seed=settings.seed) for s in shown
+    ]
+    predicted = trainer.predictor(adapter)(
+        edits,
+        settings.num_inference_steps,
+        settings.guidance_scale,
+        lambda done, total: progress.update("predict", done, total, f"{len(edits)} edits in one batch"),
+    )
+    rows = []
+    for sample, result in zip(shown, predicted, strict=True):
+        names = ["control", "control 2"][: len(sample.example.controls)]
+        images = {
+            name: transform(load_rgb(path))
+            for name, path, transform in zip(names, sample.example.controls, sample.transforms[1:], strict=True)
+        }
+        target: Transform = sample.transforms[0]
+        rows.append(
+            GridRow(
+                sample.example.prompt,
+                {**images, "target": target(load_rgb(sample.example.target)), "prediction": result},
+            )
+        )
+    return edit_grid(rows, ["control", "control 2", "target", "prediction"])
+
+
+def _batch_picture(samples: list[PlannedSample], config: Config) -> Image.Image:
+    shown = [samples[index] for index in SHOWN]
+    rows = []
+    for sample in shown:
+        height, width = sample.transforms[0].size
+        target, *controls = (rows * columns for _, rows, columns in sample.keys.img_shapes)
+        label = f"{width}x{height}, {len(controls)} control{'s' if len(controls) > 1 else ''}"
+        rows.append(SampleTokens(label, config.model.max_sequence_length, target, tuple(controls)))
+    return batch_layout(rows)
+
+
+def _write(path: Path, image: Image.Image) -> Path:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    try:
+        write_bytes(path, buffer.getvalue())
+    except OSError as error:
+        raise DataError(f"{path} can't be written: {error}", "free some space or choose another output_dir.") from None
+    return path

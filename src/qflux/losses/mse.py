@@ -1,0 +1,71 @@
+"""Squared-error losses over tokens, padded `(B, S, C)` or packed `(M, C)`.
+
+All are called `loss(model_pred, target, attention_mask=None, edit_mask=None, weighting=None, reduction="mean")`:
+`attention_mask` and `edit_mask` have one value per token, `weighting` one per sample (padded) or per token (packed).
+"mean" divides by the number of valid elements; weights scale terms and do not enter the denominator.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Reduction = Literal["none", "mean", "sum"]
+
+
+class MseLoss:
+    """Mean squared error over valid tokens."""
+
+    def __call__(
+        self,
+        model_pred: Tensor,
+        target: Tensor,
+        attention_mask: Tensor | None = None,
+        edit_mask: Tensor | None = None,
+        weighting: Tensor | None = None,
+        reduction: Reduction = "mean",
+    ) -> Tensor:
+        if model_pred.shape != target.shape:
+            raise ValueError(f"prediction {tuple(model_pred.shape)} and target {tuple(target.shape)} differ in shape")
+        error = (model_pred.float() - target.float()).square()
+        weight = self.token_weight(edit_mask)
+        if weight is not None:
+            error = error * weight.unsqueeze(-1)
+        if weighting is not None:
+            error = error * weighting.reshape(weighting.shape + (1,) * (error.ndim - weighting.ndim))
+        if attention_mask is not None:
+            # where, not multiplication: padding may hold anything, and must get exactly zero gradient
+            error = torch.where(attention_mask.bool().unsqueeze(-1), error, 0.0)
+        if reduction == "none":
+            return error
+        if reduction == "sum":
+            return error.sum()
+        valid = error.numel() if attention_mask is None else attention_mask.bool().sum() * error.shape[-1]
+        return error.sum() / max(1, valid) if isinstance(valid, int) else error.sum() / valid.clamp(min=1)
+
+    def token_weight(self, edit_mask: Tensor | None) -> Tensor | None:
+        """The weight of each token; a plain mean squared error has none."""
+        return None
+
+
+class MaskEditLoss(MseLoss):
+    """Squared error with one weight inside the edited region and another outside; masks between 0 and 1 blend them."""
+
+    def __init__(self, foreground_weight: float = 2.0, background_weight: float = 1.0) -> None:
+        self.foreground_weight = foreground_weight
+        self.background_weight = background_weight
+
+    def token_weight(self, edit_mask: Tensor | None) -> Tensor | None:
+        if edit_mask is None:
+            return None
+        mask = edit_mask.float()
+        return mask * self.foreground_weight + (1 - mask) * self.background_weight
+
+
+class AttentionMaskMseLoss(MaskEditLoss):
+    """Both masks at once: valid tokens only, weighted by region. Without an edit mask it is `MseLoss`."""
+
+    def __init__(self, foreground_weight: float = 1.0, background_weight: float = 1.0) -> None:
+        super().__init__(foreground_weight, background_weight)

@@ -1,0 +1,73 @@
+"""What a model family is: a small record of names and callables. The shared code never asks which family it has.
+
+Shapes: B samples, N image tokens of the whole batch, C channels of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from qflux.data.encoded import Prompt, TextEmbedding
+from qflux.ragged.layout import ImageShape, PackedLayout, PaddedLayout, RaggedLayout
+
+
+class Encoder(Protocol):
+    """Pixels and prompts to embeddings, and embeddings back to pixels."""
+
+    def encode_text(self, prompts: Sequence[Prompt]) -> list[TextEmbedding]:
+        """One embedding per prompt; no prompt's result depends on the others."""
+
+    def encode_image(self, pixels: Tensor) -> Tensor:
+        """Pixels `(3, H, W)` in [-1, 1] as tokens `(n, C)`."""
+
+    def decode_image(self, tokens: Tensor, shape: ImageShape) -> Tensor:
+        """Tokens `(n, C)` as pixels `(3, H, W)`, about [-1, 1]."""
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """One forward pass of the transformer, for any family."""
+
+    images: Tensor
+    """`(N, C)` per sample the noisy target, then the controls."""
+    img_shapes: Sequence[Sequence[ImageShape]]
+    text: Sequence[TextEmbedding]
+    sigma: Tensor
+    """`(B,)` noise levels in [0, 1]."""
+    guidance: float
+    padded: bool = False
+    """Run the padded reference instead of the packed layout."""
+
+    def layout(self) -> RaggedLayout:
+        packed = PackedLayout.from_shapes([len(text.tokens) for text in self.text], self.img_shapes, self.images.device)
+        return PaddedLayout.of(packed) if self.padded else packed
+
+
+@dataclass(frozen=True)
+class Family:
+    """Everything the shared code needs to know about a family."""
+
+    name: str
+    pipeline: str
+    """Name of the diffusers pipeline that defines what a prediction is, and loads the LoRA."""
+    text_parts: tuple[str, ...]
+    """Parts of a checkpoint that text embeddings depend on."""
+    image_parts: tuple[str, ...]
+    """Parts of a checkpoint that latents depend on."""
+    tiny: Callable[..., Any]
+    """`tiny(seed)`: all components, real classes, small and random."""
+    load: Callable[[str, Sequence[str], torch.dtype, torch.device], Any]
+    """`load(pretrained, parts, dtype, device)`: components with these parts filled."""
+    encoder: Callable[[Any, int], Encoder]
+    """`encoder(components, max_sequence_length)`."""
+    velocity: Callable[[nn.Module, ModelInputs], Tensor]
+    """`velocity(transformer, inputs)`: `(N, C)`, of which the target rows mean something."""
+    blocks: Callable[[nn.Module], Sequence[nn.Module]]
+    """The repeated blocks of a transformer: what is compiled and checkpointed."""
+    image_channels: int = 64
+    """Channels of an image token."""

@@ -1,0 +1,63 @@
+"""FLUX Kontext's encoders: CLIP (pooled), T5 (tokens) and the VAE.
+
+Shapes: l text tokens, n tokens of one image, C = 64 channels of a token.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qflux.data.encoded import Prompt, TextEmbedding
+from qflux.models.flux_kontext.components import FluxKontextComponents
+from qflux.ragged.layout import ImageShape
+from qflux.ragged.patches import pack, unpack
+
+logger = logging.getLogger(__name__)
+
+
+class FluxKontextEncoder:
+    """Encodes as `FluxKontextPipeline` does.
+
+    T5's padding tokens are kept: FLUX has no text mask and attends to them.
+    """
+
+    def __init__(self, components: FluxKontextComponents, max_sequence_length: int = 512) -> None:
+        self._parts = components
+        self._max_sequence_length = max_sequence_length
+
+    @torch.no_grad()
+    def encode_text(self, prompts: Sequence[Prompt]) -> list[TextEmbedding]:
+        clip, t5 = self._parts.text_encoder, self._parts.text_encoder_2
+        clip_ids = _tokenize(self._parts.tokenizer, [p.text for p in prompts], self._parts.tokenizer.model_max_length)
+        t5_ids = _tokenize(self._parts.tokenizer_2, [p.text_2 or p.text for p in prompts], self._max_sequence_length)
+        pooled = clip(clip_ids.to(clip.device)).pooler_output
+        tokens = t5(t5_ids.to(t5.device))[0]
+        return [TextEmbedding(tokens[i], pooled[i]) for i in range(len(prompts))]
+
+    @torch.no_grad()
+    def encode_image(self, pixels: Tensor) -> Tensor:
+        vae = self._parts.vae
+        latents = vae.encode(pixels[None].to(vae.device, vae.dtype)).latent_dist.mode()[0]
+        return pack((latents - vae.config.shift_factor) * vae.config.scaling_factor)
+
+    @torch.no_grad()
+    def decode_image(self, tokens: Tensor, shape: ImageShape) -> Tensor:
+        vae = self._parts.vae
+        latents = unpack(tokens.to(vae.device, vae.dtype), shape)
+        return vae.decode((latents / vae.config.scaling_factor + vae.config.shift_factor)[None]).sample[0]
+
+
+def _tokenize(tokenizer: Any, texts: list[str], length: int) -> Tensor:
+    """Token ids `(prompts, length)`; what does not fit is cut off, and said so."""
+    for text in texts:
+        count = len(tokenizer(text).input_ids)
+        if count > length:
+            logger.warning(
+                "a prompt of %d tokens is cut to %d for %s: %.60s…", count, length, type(tokenizer).__name__, text
+            )
+    return tokenizer(texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids

@@ -1,0 +1,80 @@
+"""FLUX.1 Kontext as a family."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
+from torch import Tensor, nn
+from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
+
+from qflux.models.family import Family, ModelInputs
+from qflux.models.flux_kontext.components import FluxKontextComponents
+from qflux.models.flux_kontext.encoders import FluxKontextEncoder
+from qflux.models.flux_kontext.tiny import tiny
+from qflux.models.flux_kontext.transformer import FluxTransformer2DModel
+from qflux.models.loading import checkpoint_folder, load_part
+from qflux.ragged.rope import image_ids
+
+_MODELS: dict[str, Any] = {
+    "transformer": FluxTransformer2DModel,
+    "vae": AutoencoderKL,
+    "text_encoder": CLIPTextModel,
+    "text_encoder_2": T5EncoderModel,
+}
+_OTHERS: dict[str, Any] = {
+    "scheduler": FlowMatchEulerDiscreteScheduler,
+    "tokenizer": CLIPTokenizer,
+    "tokenizer_2": T5TokenizerFast,
+}
+
+
+def load(pretrained: str, parts: Sequence[str], dtype: torch.dtype, device: torch.device) -> FluxKontextComponents:
+    folder = checkpoint_folder(pretrained, parts)
+    components = FluxKontextComponents()
+    for part in parts:
+        if part in _MODELS:
+            setattr(components, part, load_part(_MODELS[part], folder, part, dtype, device))
+        else:
+            setattr(components, part, _OTHERS[part].from_pretrained(folder, subfolder=part))
+    return components
+
+
+def velocity(transformer: Any, inputs: ModelInputs) -> Tensor:
+    """`(N, C)` the transformer's prediction for every image token."""
+    dtype, device = transformer.dtype, inputs.images.device
+    text = torch.cat([item.tokens for item in inputs.text]).to(dtype)
+    pooled = torch.stack([item.pooled for item in inputs.text if item.pooled is not None]).to(dtype)
+    guidance = None
+    if transformer.config.guidance_embeds:
+        guidance = torch.full_like(inputs.sigma, inputs.guidance)
+    return transformer(
+        hidden_states=inputs.images.to(dtype),
+        encoder_hidden_states=text,
+        pooled_projections=pooled,
+        timestep=inputs.sigma.to(dtype),
+        img_ids=image_ids(inputs.img_shapes, device),
+        txt_ids=torch.zeros(len(text), 3, device=device),
+        guidance=guidance,
+        layout=inputs.layout(),
+        return_dict=False,
+    )[0]
+
+
+def blocks(transformer: Any) -> list[nn.Module]:
+    return [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
+
+
+FLUX_KONTEXT = Family(
+    name="flux-kontext",
+    pipeline="FluxKontextPipeline",
+    text_parts=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+    image_parts=("vae",),
+    tiny=tiny,
+    load=load,
+    encoder=FluxKontextEncoder,
+    velocity=velocity,
+    blocks=blocks,
+)

@@ -1,0 +1,50 @@
+"""Checkpoints in diffusers' format: where they are, what identifies them, and their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+
+from qflux.data.store import key_of
+from qflux.errors import CheckpointError
+
+WEIGHTS = frozenset({".safetensors", ".bin"})
+
+
+def checkpoint_folder(pretrained: str, parts: Sequence[str]) -> Path:
+    """The local folder of a checkpoint, downloading the named parts if it is a hub id."""
+    folder = Path(pretrained).expanduser()
+    if not folder.is_dir():
+        if pretrained.count("/") != 1 or pretrained.startswith((".", "/", "~")):
+            raise CheckpointError(f"model.pretrained: no folder {pretrained}", "give a diffusers folder or a hub id.")
+        try:
+            patterns = [f"{part}/*" for part in parts]
+            folder = Path(snapshot_download(pretrained, allow_patterns=["model_index.json", *patterns]))
+        except Exception as error:
+            raise CheckpointError(
+                f"model.pretrained: {pretrained} can't be fetched: {error}",
+                "check the name, the network and HF_TOKEN (gated models need one), or give a local folder.",
+            ) from error
+    for part in parts:
+        if not (folder / part).is_dir():
+            raise CheckpointError(f"{folder} has no folder {part}/", "give a checkpoint in diffusers format.")
+    return folder
+
+
+def load_part(loader: Any, folder: Path, part: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """A model of a checkpoint, frozen, in `dtype` on `device`. Weights are safetensors only."""
+    try:
+        model = loader.from_pretrained(folder, subfolder=part, torch_dtype=dtype, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / part} can't be loaded: {error}") from error
+    return model.to(device).eval().requires_grad_(False)
+
+
+def identity(folder: Path, parts: Sequence[str], hash_of: Any) -> str:
+    """A hash of everything in these parts that changes what they compute."""
+    files = [file for part in parts for file in sorted((folder / part).rglob("*")) if file.is_file()]
+    return key_of([[str(file.relative_to(folder)), hash_of(file)] for file in files])

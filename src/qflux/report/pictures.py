@@ -1,0 +1,134 @@
+"""What people would rather look at than read: a grid of edits, and the tokens of a batch to scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image, ImageDraw, ImageFont
+
+INK, PAPER, FAINT = (34, 40, 49), (255, 255, 255), (120, 128, 138)
+TEXT, TARGET, CONTROLS = (148, 163, 184), (234, 88, 12), ((37, 99, 235), (96, 155, 250), (165, 199, 255))
+MARGIN, GAP = 16, 10
+
+
+@dataclass(frozen=True)
+class GridRow:
+    """One edit: its images by column title, and what was asked for. A column without an image stays empty."""
+
+    caption: str
+    images: dict[str, Image.Image]
+
+
+def edit_grid(rows: Sequence[GridRow], columns: Sequence[str], scale: float = 1.0) -> Image.Image:
+    """Edits one below the other, every image at the same scale, so that different sizes look different."""
+    font, small = _font(15), _font(13)
+    heights = [max(round(i.height * scale) for i in row.images.values()) for row in rows]
+    widths = [max([90] + [round(row.images[c].width * scale) for row in rows if c in row.images]) for c in columns]
+    line = 22
+    canvas = Image.new(
+        "RGB",
+        (
+            2 * MARGIN + sum(widths) + GAP * (len(columns) - 1),
+            MARGIN + line + sum(h + line + GAP for h in heights) + MARGIN,
+        ),
+        PAPER,
+    )
+    pen = ImageDraw.Draw(canvas)
+    left = MARGIN
+    for title, width in zip(columns, widths, strict=True):
+        pen.text((left, MARGIN), title, INK, font)
+        left += width + GAP
+    top = MARGIN + line + 4
+    for row, height in zip(rows, heights, strict=True):
+        left = MARGIN
+        for column, width in zip(columns, widths, strict=True):
+            if column in row.images:
+                image = row.images[column]
+                canvas.paste(image.resize((round(image.width * scale), round(image.height * scale))), (left, top))
+            left += width + GAP
+        first = next(iter(row.images.values()))
+        pen.text((MARGIN, top + height + 3), f"{row.caption}  ({first.width}x{first.height})", FAINT, small)
+        top += height + line + GAP
+    return canvas
+
+
+@dataclass(frozen=True)
+class SampleTokens:
+    """The token counts of one sample."""
+
+    label: str
+    text: int
+    target: int
+    controls: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return self.text + self.target + sum(self.controls)
+
+
+def batch_layout(samples: Sequence[SampleTokens], width: int = 980) -> Image.Image:
+    """The tokens of a batch to scale: one bar per sample padded to the longest, and below it the packed sequence."""
+    font, small = _font(15), _font(13)
+    bar, label = 30, 150
+    longest, total = max(s.total for s in samples), sum(s.total for s in samples)
+    padding = 1 - total / (longest * len(samples))
+    packed_scale = (width - 2 * MARGIN) / (longest * len(samples))
+    height = 2 * MARGIN + 26 + len(samples) * (bar + 6) + 44 + bar + 30 + 22
+    canvas = Image.new("RGB", (width, height), PAPER)
+    pen = ImageDraw.Draw(canvas)
+
+    pen.text((MARGIN, MARGIN), f"Padded to the longest sample: {padding:.0%} of the work is on padding", INK, font)
+    top = MARGIN + 26
+    scale = (width - 2 * MARGIN - label) / longest
+    for sample in samples:
+        pen.text((MARGIN, top + 7), sample.label, INK, small)
+        end = _segments(pen, sample, MARGIN + label, top, bar, scale)
+        _hatched(pen, (end, top, MARGIN + label + longest * scale, top + bar))
+        top += bar + 6
+    top += 16
+    pen.text((MARGIN, top), "Packed by qflux: one sequence, every token is real", INK, font)
+    top += 26
+    left = float(MARGIN)
+    for sample in samples:
+        left = _segments(pen, sample, left, top, bar, packed_scale)
+        pen.line((left, top - 4, left, top + bar + 4), INK, 2)
+    pen.rectangle((left, top, MARGIN + longest * len(samples) * packed_scale, top + bar), outline=(203, 210, 219))
+    note = f"{padding:.0%} not computed"
+    pen.text((width - MARGIN - small.getlength(note), top + bar + 14), note, FAINT, small)
+    _legend(pen, top + bar + 14, small, max(len(s.controls) for s in samples))
+    return canvas
+
+
+def _segments(pen: Any, sample: SampleTokens, left: float, top: int, height: int, scale: float) -> float:
+    colours = [TEXT, TARGET, *(CONTROLS[min(i, len(CONTROLS) - 1)] for i in range(len(sample.controls)))]
+    for tokens, colour in zip((sample.text, sample.target, *sample.controls), colours, strict=True):
+        pen.rectangle((left, top, left + tokens * scale, top + height), fill=colour)
+        left += tokens * scale
+    return left
+
+
+def _hatched(pen: Any, box: tuple[float, float, float, float]) -> None:
+    left, top, right, bottom = box
+    if right - left < 2:
+        return
+    height = bottom - top
+    for start in range(int(left - height), int(right), 7):
+        x0, x1 = max(left, start), min(right, start + height)
+        pen.line((x0, bottom - (x0 - start), x1, bottom - (x1 - start)), (214, 219, 226), 1)
+    pen.rectangle(box, outline=(203, 210, 219))
+
+
+def _legend(pen: Any, top: int, font: Any, controls: int) -> None:
+    entries = [("text", TEXT), ("target", TARGET)]
+    entries += [(f"control {i + 1}", CONTROLS[min(i, len(CONTROLS) - 1)]) for i in range(controls)]
+    left = MARGIN
+    for name, colour in entries:
+        pen.rectangle((left, top + 3, left + 12, top + 15), fill=colour)
+        pen.text((left + 18, top), name, INK, font)
+        left += 34 + round(font.getlength(name))
+
+
+def _font(size: int) -> Any:
+    return ImageFont.load_default(size)

@@ -1,0 +1,169 @@
+"""Checkpoints: folders that appear whole, hold no pickle, and say what they must contain.
+
+    checkpoints/step-00000250/
+        adapter.safetensors     trainable parameters
+        optimizer.safetensors   optimizer state
+        state.json              step, schedule, optimizer scalars, and the settings the run depends on
+        manifest.json           size and hash of each file above
+
+There is no random state to save: noise, timesteps and order follow from the seed (see `losses.timesteps`, `data.plan`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from qflux.data.store import file_hash, sync_folder, write_json, write_tensors
+from qflux.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What moves during training: parameters by name, their optimizer, the schedule."""
+
+    parameters: Mapping[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler
+
+
+class Checkpoints:
+    """The checkpoints of one run, under `folder`.
+
+    Args:
+        settings: what a continued run must share with the one it continues.
+        keep: how many of the newest stay.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], keep: int) -> None:
+        self.folder = folder
+        self._settings = json.loads(json.dumps(settings))
+        self._keep = keep
+
+    def save(self, step: int, state: TrainingState) -> Path:
+        """Write the state after `step` optimizer steps."""
+        final = self.folder / f"step-{step:08d}"
+        if final.is_dir():
+            if _fault(final) is None:
+                return final
+            shutil.rmtree(final)
+        staging = self.folder / f".{final.name}.{os.getpid()}.tmp"
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        tensors, scalars = _flatten_optimizer(state.optimizer.state_dict())
+        write_tensors(staging / "adapter.safetensors", dict(state.parameters))
+        write_tensors(staging / "optimizer.safetensors", tensors)
+        write_json(
+            staging / "state.json",
+            {
+                "step": step,
+                "optimizer": scalars,
+                "schedule": _plain(state.schedule.state_dict()),
+                "settings": self._settings,
+            },
+        )
+        files = {file.name: [file.stat().st_size, file_hash(file)] for file in sorted(staging.iterdir())}
+        write_json(staging / "manifest.json", files)
+        staging.rename(final)
+        sync_folder(self.folder)
+        self._rotate()
+        return final
+
+    def resume(self, state: TrainingState) -> int:
+        """Load the newest complete checkpoint into `state`; the number of steps done, 0 if there is none."""
+        for folder in sorted(self.folder.glob("step-*"), reverse=True):
+            fault = _fault(folder)
+            if fault:
+                logger.warning("checkpoint %s is skipped: %s", folder, fault)
+                continue
+            return self._load(folder, state)
+        return 0
+
+    def _load(self, folder: Path, state: TrainingState) -> int:
+        saved = json.loads((folder / "state.json").read_text())
+        changed = sorted(
+            key
+            for key in self._settings.keys() | saved["settings"].keys()
+            if self._settings.get(key) != saved["settings"].get(key)
+        )
+        if changed:
+            details = "; ".join(f"{k} was {saved['settings'].get(k)!r}, is {self._settings.get(k)!r}" for k in changed)
+            raise CheckpointError(
+                f"{folder} belongs to another configuration: {details}", "restore it, or choose another run_name."
+            )
+        weights = load_file(folder / "adapter.safetensors")
+        if weights.keys() != state.parameters.keys():
+            odd = sorted(weights.keys() ^ state.parameters.keys())[0]
+            raise CheckpointError(f"{folder} does not fit the model: {odd} is in one of them only")
+        with torch.no_grad():
+            for name, parameter in state.parameters.items():
+                parameter.copy_(weights[name])
+        tensors = load_file(folder / "optimizer.safetensors")
+        state.optimizer.load_state_dict(_restore_optimizer(tensors, saved["optimizer"]))
+        state.schedule.load_state_dict(saved["schedule"])
+        return int(saved["step"])
+
+    def _rotate(self) -> None:
+        for old in sorted(self.folder.glob("step-*"))[: -self._keep]:
+            shutil.rmtree(old, ignore_errors=True)
+        for torn in self.folder.glob(".step-*.tmp"):
+            shutil.rmtree(torn, ignore_errors=True)
+
+
+def _fault(folder: Path) -> str | None:
+    """Why a checkpoint can't be used, if so."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        for name, (size, digest) in manifest.items():
+            file = folder / name
+            if file.stat().st_size != size or file_hash(file) != digest:
+                return f"{name} is not what the manifest says"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Optimizer state as named tensors and plain values."""
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, Any] = {}
+    for index, values in state["state"].items():
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                tensors[f"{index}.{name}"] = value
+            else:
+                scalars[f"{index}.{name}"] = value
+    return tensors, {"values": scalars, "param_groups": _plain(state["param_groups"])}
+
+
+def _restore_optimizer(tensors: dict[str, Tensor], scalars: dict[str, Any]) -> dict[str, Any]:
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in [*tensors.items(), *scalars["values"].items()]:
+        index, name = key.split(".", 1)
+        state.setdefault(int(index), {})[name] = value
+    return {"state": state, "param_groups": scalars["param_groups"]}
+
+
+def _plain(value: Any) -> Any:
+    """Values as JSON has them; anything else would need pickle, and is left for the constructor to set again."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items() if _is_plain(item)}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str | dict)

@@ -1,0 +1,265 @@
+"""Training, read from top to bottom: START HERE.
+
+    qflux cache   `Trainer.cache`    samples on disk become embeddings on disk
+    qflux fit     `Trainer.fit`      embeddings become a LoRA
+    qflux predict `Trainer.predict`  an image and a prompt become an edited image
+
+A batch holds samples of any sizes. Its tokens are concatenated, not padded; see `qflux.ragged.layout` for how
+attention, modulation and positions keep the samples apart.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+import yaml
+from PIL import Image
+from torch import Tensor, nn
+
+from qflux.adapters.files import load_adapter, save_adapter
+from qflux.adapters.lora import inject, trainable
+from qflux.config import Config
+from qflux.data.batch import EditBatch
+from qflux.data.cache import EmbeddingCacheManager
+from qflux.data.plan import EpochPlan
+from qflux.data.store import key_of, write_bytes
+from qflux.errors import ConfigError
+from qflux.losses.objective import Objective
+from qflux.losses.timesteps import draw
+from qflux.models import Family, get_family
+from qflux.models.family import ModelInputs
+from qflux.ragged.layout import image_tokens
+from qflux.sampling.predict import Edit, Predictor
+from qflux.training.checkpoint import Checkpoints, TrainingState
+from qflux.training.encode import (
+    CacheReport,
+    PlannedSample,
+    Progress,
+    SamplePlanner,
+    fill_cache,
+    require_complete,
+)
+from qflux.training.metrics import Listener, MetricsFile, StepReport
+from qflux.training.optim import build_optimizer, build_schedule
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """How a run ended."""
+
+    adapter: Path
+    steps: int
+    resumed_from: int
+    first_loss: float | None
+    last_loss: float | None
+
+
+class Trainer:
+    """The shared trainer. Subclasses bind it to a family; what differs between families is in the `Family`."""
+
+    family_name: ClassVar[str | None] = None
+
+    def __init__(self, config: Config) -> None:
+        if self.family_name not in (None, config.family):
+            raise ConfigError(f"{type(self).__name__} trains {self.family_name}, the config says {config.family}")
+        self.config = config
+        self.family: Family = get_family(config.family)
+        self.device = _device(config.model.device)
+        self.dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self.store = EmbeddingCacheManager(config.cache_dir)
+
+    def cache(self, progress: Progress | None = None) -> CacheReport:
+        """Encode every sample that is not in the cache yet."""
+        planner = SamplePlanner(self.config, self.family, self.store)
+        planned = planner.plan()
+        parts = (*self.family.text_parts, *self.family.image_parts)
+        components = self.family.load(self.config.model.pretrained, parts, self.dtype, self.device)
+        encoder = self.family.encoder(components, self.config.model.max_sequence_length)
+        report = fill_cache(planned, encoder, self.store, progress)
+        report.skipped = planner.skipped
+        return report
+
+    def samples(self) -> list[PlannedSample]:
+        """The samples of the config, all of them cached."""
+        planned = SamplePlanner(self.config, self.family, self.store).plan()
+        require_complete(planned, self.store)
+        return planned
+
+    def fit(self, listener: Listener | None = None) -> FitResult:
+        """Train a LoRA on the cached samples, going on from the newest checkpoint if there is one."""
+        config = self.config
+        samples = self.samples()
+        plan = EpochPlan(
+            [image_tokens(sample.keys.img_shapes[:1]) for sample in samples],
+            config.data.batch_size,
+            config.train.gradient_accumulation_steps,
+            config.seed,
+        )
+        total = plan.total_steps(config.train.max_train_steps, config.train.num_epochs)
+
+        transformer = self._transformer()
+        inject(transformer, config.lora, config.seed)
+        self._prepare(transformer)
+        parameters = trainable(transformer)
+        optimizer = build_optimizer(config.optimizer, parameters.values())
+        state = TrainingState(parameters, optimizer, build_schedule(config.train, optimizer, total))
+        objective = Objective(config.loss)
+
+        checkpoints = Checkpoints(
+            config.run_dir / "checkpoints", _path_settings(config, samples), config.train.keep_checkpoints
+        )
+        done = checkpoints.resume(state)
+        write_bytes(config.run_dir / "config.yaml", yaml.safe_dump(config.dump(), sort_keys=False).encode())
+        metrics = MetricsFile(config.run_dir / "metrics.jsonl", done)
+        losses: list[float] = []
+
+        for step in plan.steps(done, total):
+            started = time.perf_counter()
+            loss, lengths = torch.zeros((), device=self.device), []
+            for micro_batch in step.micro_batches:
+                batch = self._load_batch(samples, micro_batch, step.epoch)
+                lengths.append(batch.lengths)
+                share = objective(self._velocity(transformer, batch), batch, step.target_tokens, step.samples)
+                share.backward()
+                loss += share.detach()
+            grad_norm = nn.utils.clip_grad_norm_(parameters.values(), config.train.max_grad_norm or float("inf"))
+            learning_rate = state.schedule.get_last_lr()[0]
+            optimizer.step()
+            state.schedule.step()
+            optimizer.zero_grad()
+
+            report = StepReport(
+                step=step.number + 1,
+                total_steps=total,
+                epoch=step.epoch,
+                loss=loss.item(),
+                grad_norm=grad_norm.item(),
+                learning_rate=float(learning_rate),
+                samples=step.samples,
+                tokens=sum(map(sum, lengths)),
+                padding_avoided=_padding_avoided(lengths),
+                seconds=time.perf_counter() - started,
+            )
+            losses.append(report.loss)
+            metrics(report)
+            if listener:
+                listener(report)
+            if report.step % config.train.checkpoint_every == 0 or report.step == total:
+                checkpoints.save(report.step, state)
+
+        adapter = save_adapter(transformer, config.run_dir / "adapter", self.family.pipeline)
+        return FitResult(adapter, total, done, losses[0] if losses else None, losses[-1] if losses else None)
+
+    def predict(
+        self,
+        images: Sequence[Sequence[Image.Image]],
+        prompts: Sequence[str],
+        *,
+        lora: Path | None = None,
+        lora_scale: float = 1.0,
+        size: tuple[int, int] | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> list[Image.Image]:
+        """Edit images: per prompt its control images (the first one is the image to edit), of any sizes.
+
+        `size` is `(height, width)` of the results; by default that of the first control after preprocessing. `seeds`
+        has one entry per prompt; the default is `predict.seed` for each.
+        """
+        settings = self.config.predict
+        seeds = seeds if seeds is not None else [settings.seed] * len(prompts)
+        if not len(images) == len(prompts) == len(seeds):
+            raise ValueError(
+                f"{len(images)} image lists, {len(prompts)} prompts and {len(seeds)} seeds: one of each per edit"
+            )
+        edits = [
+            Edit(tuple(controls), prompt, seed=seed, size=size)
+            for controls, prompt, seed in zip(images, prompts, seeds, strict=True)
+        ]
+        return self.predictor(lora, lora_scale)(edits, settings.num_inference_steps, settings.guidance_scale)
+
+    def predictor(self, lora: Path | None = None, lora_scale: float = 1.0) -> Predictor:
+        """Everything loaded for predictions, with or without a LoRA."""
+        parts = ("transformer", "scheduler", *self.family.text_parts, *self.family.image_parts)
+        components = self.family.load(self.config.model.pretrained, parts, self.dtype, self.device)
+        if lora is not None:
+            load_adapter(components.transformer, lora, lora_scale)
+        return Predictor(self.family, components, self.config)
+
+    def _transformer(self) -> nn.Module:
+        parts = ("transformer",)
+        return self.family.load(self.config.model.pretrained, parts, self.dtype, self.device).transformer
+
+    def _prepare(self, transformer: nn.Module) -> None:
+        transformer.train()
+        if self.config.train.gradient_checkpointing:
+            transformer.enable_gradient_checkpointing()  # type: ignore[operator]
+        if self.config.train.compile:
+            for block in self.family.blocks(transformer):
+                block.compile(dynamic=True)
+
+    def _load_batch(self, samples: list[PlannedSample], indices: Sequence[int], visit: int) -> EditBatch:
+        """Cached samples with the noise and noise level of this visit."""
+        examples = [self.store.load(samples[index].keys) for index in indices]
+        sigmas, noises = [], []
+        for example in examples:
+            tokens, channels = example.latents[0].shape
+            sigma, noise = draw(self.config.seed, example.id, visit, tokens, channels, self.config.loss.timesteps)
+            sigmas.append(sigma)
+            noises.append(noise)
+        return EditBatch.collate(examples, noises, sigmas, self.device, self.dtype)
+
+    def _velocity(self, transformer: nn.Module, batch: EditBatch) -> Tensor:
+        """The model's velocity `(M, C)` for the target tokens of a batch."""
+        inputs = ModelInputs(
+            images=batch.noisy_images(),
+            img_shapes=batch.img_shapes,
+            text=batch.text,
+            sigma=batch.sigma,
+            guidance=self.config.train.guidance,
+            padded=self.config.train.execution == "padded",
+        )
+        prediction, _ = batch.images.split(self.family.velocity(transformer, inputs))
+        return prediction
+
+
+class FluxKontextLoraTrainer(Trainer):
+    """`Trainer` for FLUX.1 Kontext."""
+
+    family_name = "flux-kontext"
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"model.device: {name!r} can't be used: {str(error).splitlines()[0]}", "try auto or cpu."
+        ) from None
+
+
+def _padding_avoided(lengths: Sequence[Sequence[int]]) -> float:
+    """The share of padded micro-batches of these lengths that would be padding."""
+    valid = sum(map(sum, lengths))
+    return 1 - valid / sum(len(batch) * max(batch) for batch in lengths)
+
+
+def _path_settings(config: Config, samples: Sequence[PlannedSample]) -> dict[str, object]:
+    """What decides where training goes; a resumed run must share it with its checkpoint."""
+    values = config.dump()
+    sections = {name: values[name] for name in ("family", "seed", "model", "lora", "optimizer", "loss")}
+    sections["data.batch_size"] = values["data"]["batch_size"]
+    sections["data.processor"] = values["data"]["processor"]
+    for key in ("gradient_accumulation_steps", "max_grad_norm", "lr_scheduler", "lr_warmup_steps", "guidance"):
+        sections[f"train.{key}"] = values["train"][key]
+    sections["data (samples)"] = key_of(sorted(sample.keys.key for sample in samples))[:16]
+    return sections
