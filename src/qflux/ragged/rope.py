@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qflux.ragged.layout import ImageShape
 
-Rotary = tuple[Tensor, Tensor]
-"""Cosines and signed sines, each `(T, 1, D)` float32; see `rotary_tables`."""
+Rotary = Tensor
+"""`(T, 1, D / 2, 2)` float32: cosine and sine of every channel pair of every token, the same for all heads."""
 
 
 @lru_cache(maxsize=256)
@@ -36,18 +37,39 @@ def image_ids(img_shapes: Sequence[Sequence[ImageShape]], device: torch.device |
     return torch.cat(ids).to(device, non_blocking=True)
 
 
-def rotary_tables(cos: Tensor, sin: Tensor) -> Rotary:
-    """What `rotate` needs, from cosines and sines `(T, D)` that hold an angle for each channel, pairs sharing one.
-
-    A pair (a, b) turns into (a cos - b sin, b cos + a sin): each channel times its cosine, plus its neighbour times a
-    sine that is negative for the first of the two.
-    """
-    sign = torch.tensor([-1.0, 1.0], device=sin.device).repeat(sin.shape[-1] // 2)
-    return cos[:, None, :], (sin * sign)[:, None, :]
+def rotary_from(cos: Tensor, sin: Tensor) -> Rotary:
+    """From cosines and sines `(T, D)` float32 that hold every angle twice in a row, as diffusers makes them."""
+    return torch.stack([cos[:, ::2], sin[:, ::2]], dim=-1)[:, None]
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Turn neighbouring channel pairs of `x` `(T, H, D)` by the positions' angles, in float32."""
-    cos, signed_sin = rotary
-    neighbour = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return (x * cos).addcmul(neighbour.to(cos.dtype), signed_sin).to(x.dtype)
+    return _Rotate.apply(x, rotary)
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back: nothing of `x` is kept, and both ways cost the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rotary: Tensor) -> Tensor:
+        ctx.save_for_backward(rotary)
+        return _turn(x, rotary)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (rotary,) = ctx.saved_tensors
+        return _turn(grad, rotary, back=True), None
+
+
+def _turn(x: Tensor, rotary: Rotary, back: bool = False) -> Tensor:
+    pairs = x.float().unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():
+        # The product below in real numbers: inductor fuses it with its neighbours, and can't do so with complex ones.
+        cos, sin = rotary.unbind(-1)
+        sin = -sin if back else sin
+        real, imaginary = pairs.unbind(-1)
+        turned = torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
+    else:
+        turn = torch.view_as_complex(rotary)
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * (turn.conj() if back else turn))
+    return turned.flatten(-2).to(x.dtype)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qflux.models.padded_inputs import PaddedInputs
 from qflux.ragged.layout import RaggedLayout
-from qflux.ragged.rope import Rotary, rotary_tables, rotate
+from qflux.ragged.rope import Rotary, rotary_from, rotate
 
 _FP16_MAX = 65504
 
@@ -200,7 +200,7 @@ class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
         timestep = timestep.to(image.dtype) * 1000
         conditions = [timestep] if guidance is None else [timestep, guidance.to(image.dtype) * 1000]
         temb = self.time_text_embed(*conditions, pooled_projections)
-        rotary = rotary_tables(*self.pos_embed(layout.join(layout.enter_text(txt_ids), layout.enter_image(img_ids))))
+        rotary = rotary_from(*self.pos_embed(layout.join(layout.enter_text(txt_ids), layout.enter_image(img_ids))))
 
         checkpointing = torch.is_grad_enabled() and self.gradient_checkpointing
         run = self._gradient_checkpointing_func if checkpointing else _call
