@@ -6,6 +6,9 @@ import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from flux_samples import (
     FluxSample,
     PaddedBatch,
@@ -15,8 +18,6 @@ from flux_samples import (
     run_alone,
     run_packed,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 TOLERANCE = 1e-5
 
