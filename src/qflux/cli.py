@@ -59,6 +59,8 @@ def demo(
         summary = run_demo(config, DemoProgress(update))
 
     table = Table(show_header=False, box=None, padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")
     table.add_row("samples", str(summary.samples))
     table.add_row("sizes", ", ".join(f"{size} ({count})" for size, count in summary.sizes.items()))
     table.add_row("tokens trained on", f"{summary.tokens:,}")
@@ -195,7 +197,6 @@ def _set_up_logging() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     handler = RichHandler(console=errors, show_time=False, show_path=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
-    logging.getLogger("qflux").setLevel(logging.INFO)
 
 
 if __name__ == "__main__":

@@ -199,7 +199,7 @@ def test_bf16_is_no_worse_than_twice_the_error_of_stock_bf16(models, padded):
 
 
 def max_error(outputs, exact) -> float:
-    return max(float((output.float() - e).abs().max()) for output, e in zip(outputs, exact, strict=True))
+    return max(float((output.detach().float() - e).abs().max()) for output, e in zip(outputs, exact, strict=True))
 
 
 def test_samples_do_not_influence_each_other(models):

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from pathlib import Path
 
-import diffusers
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft.utils import get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from qflux.adapters.lora import ADAPTER
-from qflux.data.store import file_hash
+from qflux.data.store import file_hash, write_tensors
 from qflux.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -23,20 +21,16 @@ FILE_NAME = "pytorch_lora_weights.safetensors"
 PREFIX = "transformer."
 
 
-def save_adapter(transformer: nn.Module, folder: Path, pipeline: str) -> Path:
-    """Write the adapter as diffusers' `pipeline` would. The folder's file is replaced in one step."""
+def save_adapter(transformer: nn.Module, folder: Path) -> Path:
+    """Write the adapter as diffusers' pipelines do; an older file is replaced in one step."""
     weights = get_peft_model_state_dict(transformer, adapter_name=ADAPTER)
-    metadata = transformer.peft_config[ADAPTER].to_dict()  # type: ignore[index,union-attr]
-    folder.mkdir(parents=True, exist_ok=True)
-    staging = folder / ".staging"
-    getattr(diffusers, pipeline).save_lora_weights(
-        staging,
-        transformer_lora_layers=weights,
-        transformer_lora_adapter_metadata=metadata,
-        safe_serialization=True,
+    settings = transformer.peft_config[ADAPTER].to_dict()  # type: ignore[index,union-attr]
+    named = {f"{PREFIX}{key}": sorted(v) if isinstance(v, set) else v for key, v in settings.items()}
+    write_tensors(
+        folder / FILE_NAME,
+        {f"{PREFIX}{name}": tensor for name, tensor in weights.items()},
+        {LORA_ADAPTER_METADATA_KEY: json.dumps(named, sort_keys=True)},
     )
-    (staging / FILE_NAME).replace(folder / FILE_NAME)
-    shutil.rmtree(staging)
     return folder / FILE_NAME
 
 

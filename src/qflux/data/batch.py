@@ -32,8 +32,8 @@ class EditBatch:
     """`(M, C)`"""
     sigma: Tensor
     """`(B,)` noise levels in [0, 1]."""
-    mask: Tensor | None
-    """`(M,)` 1 where a token is edited; `None` where no sample has a mask."""
+    mask: Tensor
+    """`(M,)` 1 where a token is edited; a sample without a mask is edited everywhere."""
     images: Interleave
     """Targets and controls as two streams and as the images of each sample."""
 
@@ -46,13 +46,10 @@ class EditBatch:
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> EditBatch:
-        """Concatenate samples. A sample without a mask among samples that have one counts as edited everywhere."""
+        """Concatenate samples; nothing of a sample depends on the others."""
         targets = [example.latents[0] for example in examples]
         controls = [latent for example in examples for latent in example.latents[1:]]
-        masks = None
-        if any(example.mask is not None for example in examples):
-            parts = [torch.ones(e.target_tokens) if e.mask is None else e.mask for e in examples]
-            masks = torch.cat(parts).to(device, torch.float32)
+        masks = [torch.ones(e.target_tokens) if e.mask is None else e.mask for e in examples]
         return cls(
             ids=tuple(example.id for example in examples),
             img_shapes=tuple(example.img_shapes for example in examples),
@@ -61,7 +58,7 @@ class EditBatch:
             controls=torch.cat(controls or [targets[0][:0]]).to(device, torch.float32),
             noise=torch.cat(list(noise)).to(device, torch.float32),
             sigma=torch.tensor(sigma, dtype=torch.float32).to(device),
-            mask=masks,
+            mask=torch.cat(masks).to(device, torch.float32),
             images=Interleave.build(
                 [example.target_tokens for example in examples],
                 [image_tokens(example.img_shapes[1:]) for example in examples],

@@ -62,8 +62,8 @@ class Transform:
             return canvas
         # Cover and crop in one resampling: the largest centred part of the image with the size's aspect ratio.
         scale = min(image.width / width, image.height / height)
-        left, top = (image.width - width * scale) / 2, (image.height - height * scale) / 2
-        box = (left, top, left + width * scale, top + height * scale)
+        left, top = max(0.0, image.width - width * scale) / 2, max(0.0, image.height - height * scale) / 2
+        box = (left, top, min(image.width, left + width * scale), min(image.height, top + height * scale))
         return image.resize((width, height), Image.Resampling.LANCZOS, box=box)
 
 

@@ -33,8 +33,17 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """A safetensors file. Equal contents give equal bytes."""
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_bytes(path, save(contiguous, dict(metadata) if metadata else None))
+    write_bytes(path, _canonical(save(contiguous, {"format": "pt", **(metadata or {})})))
+
+
+def _canonical(data: bytes) -> bytes:
+    """The library writes metadata in random order; here the header is sorted. Tensor offsets do not depend on it."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + data[8 + length :]
 
 
 def sync_folder(folder: Path) -> None:

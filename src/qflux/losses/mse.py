@@ -30,9 +30,7 @@ class MseLoss:
         if model_pred.shape != target.shape:
             raise ValueError(f"prediction {tuple(model_pred.shape)} and target {tuple(target.shape)} differ in shape")
         error = (model_pred.float() - target.float()).square()
-        weight = self.token_weight(edit_mask)
-        if weight is not None:
-            error = error * weight.unsqueeze(-1)
+        error = error * self.token_weight(edit_mask)
         if weighting is not None:
             error = error * weighting.reshape(weighting.shape + (1,) * (error.ndim - weighting.ndim))
         if attention_mask is not None:
@@ -45,22 +43,25 @@ class MseLoss:
         valid = error.numel() if attention_mask is None else attention_mask.bool().sum() * error.shape[-1]
         return error.sum() / max(1, valid) if isinstance(valid, int) else error.sum() / valid.clamp(min=1)
 
-    def token_weight(self, edit_mask: Tensor | None) -> Tensor | None:
-        """The weight of each token; a plain mean squared error has none."""
-        return None
+    def token_weight(self, edit_mask: Tensor | None) -> Tensor | float:
+        """The weight of each token, broadcastable to its channels."""
+        return 1.0
 
 
 class MaskEditLoss(MseLoss):
-    """Squared error with one weight inside the edited region and another outside; masks between 0 and 1 blend them."""
+    """Squared error with one weight inside the edited region and another outside; masks between 0 and 1 blend them.
+
+    Without a mask everything counts as edited.
+    """
 
     def __init__(self, foreground_weight: float = 2.0, background_weight: float = 1.0) -> None:
         self.foreground_weight = foreground_weight
         self.background_weight = background_weight
 
-    def token_weight(self, edit_mask: Tensor | None) -> Tensor | None:
+    def token_weight(self, edit_mask: Tensor | None) -> Tensor | float:
         if edit_mask is None:
-            return None
-        mask = edit_mask.float()
+            return self.foreground_weight
+        mask = edit_mask.float().unsqueeze(-1)
         return mask * self.foreground_weight + (1 - mask) * self.background_weight
 
 

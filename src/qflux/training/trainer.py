@@ -155,7 +155,7 @@ class Trainer:
             if report.step % config.train.checkpoint_every == 0 or report.step == total:
                 checkpoints.save(report.step, state)
 
-        adapter = save_adapter(transformer, config.run_dir / "adapter", self.family.pipeline)
+        adapter = save_adapter(transformer, config.run_dir / "adapter")
         return FitResult(adapter, total, done, losses[0] if losses else None, losses[-1] if losses else None)
 
     def predict(

@@ -1,0 +1,136 @@
+"""What comes out works in diffusers: the LoRA loads with every key, and the pipeline paints the same image."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FluxKontextPipeline
+from peft.utils import get_peft_model_state_dict
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from qflux.adapters.files import load_adapter
+from qflux.data.images import load_rgb
+from qflux.errors import CheckpointError
+from qflux.models import get_family
+from qflux.sampling.predict import Edit
+from qflux.training.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, checkpoint, data_set, cache):
+    """A config and a LoRA with alpha other than the rank, trained hard enough to be seen."""
+    from conftest import make_config
+
+    settings = make_config(
+        checkpoint,
+        data_set,
+        cache,
+        tmp_path_factory.mktemp("runs"),
+        "lora.alpha=10",
+        "train.max_train_steps=12",
+        "optimizer.init_args={lr: 0.03}",
+        "predict.num_inference_steps=4",
+    )
+    return settings, Trainer(settings).fit().adapter
+
+
+def control_image(data_set, size=(128, 96)) -> Image.Image:
+    return load_rgb(sorted((data_set / "control_images").glob("scene_001.png"))[0]).resize(size)
+
+
+def pipeline_image(pipe, image, prompt, seed, steps) -> np.ndarray:
+    return pipe(
+        image=image,
+        prompt=prompt,
+        height=image.height,
+        width=image.width,
+        max_area=image.height * image.width,
+        _auto_resize=False,
+        num_inference_steps=steps,
+        guidance_scale=3.5,
+        max_sequence_length=32,
+        generator=torch.Generator().manual_seed(seed),
+        output_type="np",
+    ).images[0]
+
+
+def qflux_image(trainer, image, prompt, seed, lora=None) -> np.ndarray:
+    """In floating point: an 8-bit image would hide errors below 1/255."""
+    predictor = trainer.predictor(lora)
+    edit = Edit((image,), prompt, seed=seed)
+    ((tokens, shape),) = predictor.latents([edit], trainer.config.predict.num_inference_steps, 3.5)
+    pixels = predictor._encoder.decode_image(tokens, shape)
+    return (pixels / 2 + 0.5).clamp(0, 1).permute(1, 2, 0).numpy()
+
+
+@pytest.mark.parametrize("with_lora", [False, True], ids=["base", "LoRA"])
+def test_predict_and_the_pipeline_give_the_same_image(trained, checkpoint, data_set, with_lora):
+    settings, adapter = trained
+    settings = settings.model_copy(
+        update={
+            "data": settings.data.model_copy(update={"processor": type(settings.data.processor)(target_size=(96, 128))})
+        }
+    )
+    pipe = FluxKontextPipeline.from_pretrained(checkpoint)
+    pipe.set_progress_bar_config(disable=True)
+    if with_lora:
+        pipe.load_lora_weights(adapter.parent)
+    image = control_image(data_set)
+    ours = qflux_image(Trainer(settings), image, "make the star blue", 7, adapter if with_lora else None)
+    theirs = pipeline_image(pipe, image, "make the star blue", 7, 4)
+    assert ours.shape == theirs.shape
+    assert np.abs(ours - theirs).max() <= 1e-4
+    if with_lora:
+        assert np.abs(ours - qflux_image(Trainer(settings), image, "make the star blue", 7)).max() > 1e-2
+
+
+def test_the_lora_loads_into_the_pipeline_with_no_unexpected_or_missing_key(trained, checkpoint, caplog):
+    _, adapter = trained
+    pipe = FluxKontextPipeline.from_pretrained(checkpoint)
+    logging.getLogger("diffusers").propagate = True
+    with caplog.at_level(logging.WARNING):
+        pipe.load_lora_weights(adapter.parent)
+    assert not [record.message for record in caplog.records if "led to" in record.message]
+    saved = load_file(adapter)
+    loaded = get_peft_model_state_dict(pipe.transformer, adapter_name=pipe.get_active_adapters()[0])
+    assert {f"transformer.{name}" for name in loaded} == set(saved)
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor, saved[f"transformer.{name}"])
+    blocks = [*pipe.transformer.transformer_blocks, *pipe.transformer.single_transformer_blocks]
+    scales = {layer.scaling[name] for b in blocks for layer in [b.attn.to_q] for name in layer.scaling}
+    assert scales == {10 / 4}, "alpha over rank"
+
+
+def test_a_mixed_batch_of_edits_equals_one_by_one(trained, data_set):
+    settings, adapter = trained
+    predictor = Trainer(settings).predictor(adapter)
+    wide, tall = control_image(data_set, (176, 80)), control_image(data_set, (80, 128))
+    edits = [
+        Edit((wide,), "make the star blue", seed=1),
+        Edit((tall, wide), "give it the colour of the second image", seed=2),
+        Edit((), "a red circle", seed=3, size=(96, 64)),
+        Edit((wide,), "make it green", seed=4, size=(64, 64)),
+    ]
+    together = predictor.latents(edits, 3, 3.5)
+    for edit, (tokens, shape) in zip(edits, together, strict=True):
+        ((alone, alone_shape),) = predictor.latents([edit], 3, 3.5)
+        assert shape == alone_shape
+        assert (tokens - alone).abs().max() <= 1e-5
+
+
+def test_a_lora_for_another_model_is_refused_by_name(trained, tmp_path):
+    _, adapter = trained
+    weights = load_file(adapter)
+    first = sorted(weights)[0]
+    weights["transformer.layers.99.attn.to_q.lora_A.weight"] = weights.pop(first)
+    save_file(weights, tmp_path / "foreign.safetensors")
+    transformer = get_family("flux-kontext").tiny(0).transformer
+    with pytest.raises(CheckpointError, match=r"layers\.99\.attn\.to_q"):
+        load_adapter(transformer, tmp_path / "foreign.safetensors")
+    (tmp_path / "garbage.safetensors").write_bytes(b"not a tensor file")
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
+        load_adapter(transformer, tmp_path / "garbage.safetensors")

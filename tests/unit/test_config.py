@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from qflux.config import load_config
+from qflux.errors import ConfigError
+
+MINIMAL = {"model": {"pretrained": "somewhere"}, "data": {"path": "data"}}
+
+
+def problems_of(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(MINIMAL, overrides)
+    return str(error.value)
+
+
+def test_all_problems_are_reported_together_with_path_value_and_remedy():
+    message = problems_of(
+        "train.max_train_step=3",
+        "lora.rank=-1",
+        "seed=many",
+        "data.processor.target_size=[500, 512]",
+        "data.processor.multi_resolutions=['512by512']",
+    )
+    assert "5 problems" in message
+    assert "train.max_train_step: unknown key; did you mean train.max_train_steps?" in message
+    assert "lora.rank: -1" in message
+    assert "seed: 'many'" in message
+    assert "data.processor.target_size.0: 500" in message
+    assert "496 and 512" in message
+    assert '"512*768"' in message
+
+
+def test_a_key_unlike_any_other_lists_the_known_ones():
+    assert "known here: " in problems_of("lora.zzz=1")
+
+
+def test_missing_values_are_named():
+    with pytest.raises(ConfigError, match=r"model: missing(.|\n)*data: missing"):
+        load_config({})
+
+
+def test_the_documents_fragments_load_with_their_class_path_nesting():
+    config = load_config(
+        yaml.safe_load(
+            """
+            model: {pretrained: somewhere}
+            data:
+              init_args:
+                path: data
+                processor:
+                  class_path: src.data.preprocess.ImageProcessor
+                  init_args:
+                    process_type: fixed_pixels
+                    multi_resolutions: ["512*512", "640*640", 393216, "832*576"]
+                    max_aspect_ratio: 3.0
+                batch_size: 4
+            loss:
+              use_mask_loss: true
+              mask_loss_fn: {foreground_weight: 2.0, background_weight: 1.0}
+              normalize_by_valid_tokens: true
+            """
+        )
+    )
+    assert config.data.processor.multi_resolutions.target == [262144, 409600, 393216, 479232]
+    assert config.data.batch_size == 4
+    assert config.loss.use_mask_loss
+
+
+def test_a_class_that_qflux_does_not_have_is_refused():
+    with pytest.raises(ConfigError, match="MyProcessor"):
+        load_config({**MINIMAL, "data": {"path": "d", "processor": {"class_path": "x.MyProcessor"}}})
+
+
+def test_a_key_both_inside_and_outside_init_args_is_refused():
+    with pytest.raises(ConfigError, match=r"data\.path is set both"):
+        load_config({**MINIMAL, "data": {"path": "d", "init_args": {"path": "e"}}})
+
+
+def test_the_higher_of_two_size_settings_wins_and_says_so(caplog):
+    load_config(MINIMAL, ["data.processor.target_size=[512, 512]", "data.processor.target_pixels=262144"])
+    assert "target_size is set, so target_pixels is not used" in caplog.text
+
+
+def test_an_empty_list_of_candidates_switches_multi_resolution_off():
+    assert load_config(MINIMAL, ["data.processor.multi_resolutions=[]"]).data.processor.multi_resolutions is None
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1.0e-4", "0.0001"])
+def test_a_learning_rate_is_a_number_however_it_is_written(text, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(f"model: {{pretrained: x}}\ndata: {{path: d}}\noptimizer: {{init_args: {{lr: {text}}}}}\n")
+    assert load_config(file).optimizer.init_args["lr"] == 1e-4
+    assert load_config(MINIMAL, [f"optimizer.init_args.lr={text}"]).optimizer.init_args["lr"] == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("nonsense", "path.to.key=value"),
+        ("=3", "path.to.key=value"),
+        ("seed.deeper=1", "seed is a value"),
+        ("seed=[", "YAML"),
+    ],
+)
+def test_malformed_overrides_are_named(override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config({**MINIMAL, "seed": 1}, [override])
+
+
+@pytest.mark.parametrize("content", ["- a\n- b\n", "just text", "a: [1\n", ""])
+def test_a_file_that_is_no_config_is_named(tmp_path, content):
+    file = tmp_path / "broken.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=r"broken\.yaml"):
+        load_config(file)
+    with pytest.raises(ConfigError, match="no config file"):
+        load_config(tmp_path / "absent.yaml")
+
+
+def test_the_effective_config_can_be_loaded_again():
+    config = load_config(MINIMAL, ["data.processor.multi_resolutions={target: ['512*512'], controls: [[65536]]}"])
+    assert load_config(config.dump()) == config

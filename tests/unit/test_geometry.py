@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from qflux.config import Candidates, ProcessorSettings
+from qflux.data.geometry import KONTEXT_SIZES, ExtremeAspectError, ImageProcessor, Transform, best_size, size_for_area
+from qflux.errors import DataError
+
+sides = st.integers(16, 6000)
+areas = st.integers(512 * 512, 1536 * 1536)
+
+
+@settings(max_examples=300, deadline=None)
+@given(area=areas, width=sides, height=sides)
+def test_a_size_keeps_budget_and_aspect_ratio(area, width, height):
+    if max(width / height, height / width) > 3:
+        return
+    rows, columns = (side // 16 for side in size_for_area(area, width, height))
+    budget = area // 256
+    assert rows * columns <= budget
+    assert rows * columns >= 0.9 * budget
+    assert abs((columns / rows) / (width / height) - 1) <= 0.03
+    # Less than one step is cropped, on one axis only.
+    assert abs(columns - rows * width / height) < 1 or abs(rows - columns * height / width) < 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(area=st.integers(256, 128 * 128), width=st.integers(1, 500), height=st.integers(1, 500))
+def test_small_budgets_are_never_exceeded(area, width, height):
+    height_out, width_out = size_for_area(area, width, height)
+    assert height_out % 16 == width_out % 16 == 0
+    assert 1 <= height_out * width_out // 256 <= max(1, area // 256)
+
+
+def test_the_nearest_area_is_chosen_relative_to_the_image():
+    assert best_size([512 * 512, 1024 * 1024], 600, 600) == (512, 512)
+    assert best_size([512 * 512, 1024 * 1024], 900, 900) == (1024, 1024)
+
+
+def test_on_a_tie_the_smaller_area_is_chosen():
+    # 100 x 1024 pixels lies exactly between the two areas.
+    assert best_size([307200, 102400], 320, 640) == size_for_area(102400, 320, 640)
+
+
+def test_the_processor_follows_target_size_then_candidates_then_pixels():
+    everything = {
+        "target_size": (256, 512),
+        "multi_resolutions": Candidates(target=[128 * 128]),
+        "target_pixels": 64 * 64,
+    }
+    assert ImageProcessor(ProcessorSettings(**everything)).target(100, 100).size == (256, 512)
+    del everything["target_size"]
+    assert ImageProcessor(ProcessorSettings(**everything)).target(100, 100).size == (128, 128)
+    del everything["multi_resolutions"]
+    assert ImageProcessor(ProcessorSettings(**everything)).target(100, 100).size == (64, 64)
+
+
+def test_further_controls_have_their_own_candidates_where_given():
+    candidates = Candidates(target=[256 * 256], controls=[[64 * 64, 128 * 128]])
+    processor = ImageProcessor(ProcessorSettings(multi_resolutions=candidates))
+    assert processor.control(0, 120, 120).size == (128, 128)
+    assert processor.control(1, 120, 120).size == (256, 256)
+    sized = ImageProcessor(ProcessorSettings(controls_size=[(32, 48)], controls_pixels=64 * 64))
+    assert sized.control(0, 500, 500).size == (32, 48)
+    assert sized.control(1, 500, 500).size == (64, 64)
+
+
+def test_the_kontext_preset_is_the_pipelines_list():
+    from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
+
+    assert [(w, h) for h, w in KONTEXT_SIZES] == PREFERRED_KONTEXT_RESOLUTIONS
+    processor = ImageProcessor(ProcessorSettings(multi_resolutions=Candidates(preset="kontext")))
+    for width, height in ((640, 480), (1000, 1000), (300, 640), (1600, 700)):
+        _, w, h = min((abs(width / height - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS)
+        assert processor.target(width, height).size == (h, w)
+
+
+def test_an_image_beyond_the_aspect_limit_is_named():
+    with pytest.raises(ExtremeAspectError, match=r"banner\.png is 400x100.*max_aspect_ratio 3"):
+        ImageProcessor().target(400, 100, "banner.png")
+    assert issubclass(ExtremeAspectError, DataError)
+
+
+def gradient(width: int, height: int) -> Image.Image:
+    """Red grows from left to right, green from top to bottom: a crop or a squeeze shows in the corners."""
+    x = np.linspace(0, 255, width)[None, :].repeat(height, 0)
+    y = np.linspace(0, 255, height)[:, None].repeat(width, 1)
+    return Image.fromarray(np.stack([x, y, np.zeros_like(x)], -1).round().astype(np.uint8))
+
+
+def test_an_image_of_its_size_is_left_alone():
+    image = gradient(64, 32)
+    assert Transform((32, 64), "crop")(image) is image
+
+
+def test_cropping_takes_the_same_from_both_sides_and_squeezes_nothing():
+    pixels = np.asarray(Transform((64, 64), "crop")(gradient(128, 64))).astype(int)
+    assert pixels.shape == (64, 64, 3)
+    assert abs(pixels[0, 0, 0] - 64) < 6
+    assert abs(pixels[0, -1, 0] - 191) < 6
+    assert pixels[0, 0, 1] < 6
+    assert pixels[-1, 0, 1] > 249
+
+
+def test_resize_stretches_and_padding_adds_white():
+    stretched = np.asarray(Transform((64, 64), "stretch")(gradient(128, 64)))
+    assert stretched[0, 0, 0] < 6
+    assert stretched[0, -1, 0] > 249
+    padded = np.asarray(Transform((64, 64), "pad")(gradient(128, 64)))
+    assert (padded[:16] == 255).all()
+    assert (padded[-16:] == 255).all()
+    assert padded[17, 1, 0] < 10
+
+
+@settings(max_examples=40, deadline=None)
+@given(width=st.integers(20, 300), height=st.integers(20, 300))
+def test_target_mask_and_first_control_get_the_same_pixels(width, height):
+    if max(width / height, height / width) > 3:
+        return
+    transform = ImageProcessor(ProcessorSettings(target_pixels=96 * 96)).target(width, height)
+    target = gradient(width, height)
+    red, _, _ = target.split()
+    as_mask = np.asarray(transform(red, fill="black")).astype(int)
+    as_image = np.asarray(transform(target))[..., 0].astype(int)
+    assert np.abs(as_mask - as_image).max() <= 1

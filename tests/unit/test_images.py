@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from qflux.data.images import image_size, load_mask, load_rgb, to_image, to_pixels
+from qflux.errors import DataError
+
+
+def test_exif_orientation_is_applied_to_pixels_and_size(tmp_path):
+    image = Image.new("RGB", (40, 20), "black")
+    image.paste("red", (0, 0, 40, 5))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: shown rotated by 90 degrees clockwise
+    image.save(tmp_path / "turned.jpg", exif=exif, quality=95)
+    loaded = load_rgb(tmp_path / "turned.jpg")
+    assert loaded.size == image_size(tmp_path / "turned.jpg") == (20, 40)
+    assert np.asarray(loaded)[20, 18, 0] > 200
+    assert np.asarray(loaded)[20, 2, 0] < 50
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_transparency_is_composited_onto_white(tmp_path, mode):
+    image = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
+    image.paste((0, 0, 0, 255), (0, 0, 4, 8))
+    image.convert(mode).save(tmp_path / "image.png")
+    pixels = np.asarray(load_rgb(tmp_path / "image.png"))
+    assert (pixels[:, :4] == 0).all()
+    assert (pixels[:, 4:] == 255).all()
+
+
+def test_grey_and_palette_images_become_rgb(tmp_path):
+    for mode in ("L", "P", "1", "CMYK"):
+        Image.new("RGB", (4, 4), "white").convert(mode).save(tmp_path / f"{mode}.tif")
+        assert load_rgb(tmp_path / f"{mode}.tif").mode == "RGB"
+
+
+def test_16_bit_grey_is_scaled(tmp_path):
+    Image.fromarray(np.array([[0, 32768, 65535]], dtype=np.uint16)).save(tmp_path / "deep.png")
+    assert np.asarray(load_rgb(tmp_path / "deep.png"))[0, :, 0].tolist() == [0, 128, 255]
+    assert np.asarray(load_mask(tmp_path / "deep.png"))[0].tolist() == [0, 128, 255]
+
+
+def test_broken_files_are_named(tmp_path):
+    whole = tmp_path / "whole.png"
+    Image.effect_noise((200, 200), 80).save(whole)
+    truncated = tmp_path / "truncated.png"
+    truncated.write_bytes(whole.read_bytes()[:2000])
+    text = tmp_path / "text.png"
+    text.write_text("no image")
+    Image.new("F", (4, 4)).save(tmp_path / "float.tif")
+    for path in (truncated, text, tmp_path / "float.tif", tmp_path / "absent.png"):
+        with pytest.raises(DataError, match=path.name):
+            load_rgb(path)
+
+
+def test_pixels_are_what_diffusers_image_processor_makes(tmp_path):
+    from diffusers.image_processor import VaeImageProcessor
+
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8))
+    expected = VaeImageProcessor(vae_scale_factor=16).preprocess(image, 32, 48)[0]
+    assert torch.equal(to_pixels(image), expected)
+    assert np.array_equal(np.asarray(to_image(to_pixels(image))), np.asarray(image))

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from diffusers.pipelines.flux.pipeline_flux_kontext import calculate_shift
+
+from qflux.config import LossSettings, TimestepSettings
+from qflux.data.batch import EditBatch
+from qflux.data.encoded import EncodedExample, TextEmbedding
+from qflux.losses import AttentionMaskMseLoss, MaskEditLoss, MseLoss, Objective
+from qflux.losses.timesteps import draw, resolution_shift, shifted
+
+
+def test_the_mean_is_over_valid_tokens_and_padding_gets_exactly_zero_gradient():
+    prediction = torch.randn(2, 10, 4)
+    prediction[0, 8:] = float("nan")
+    prediction.requires_grad_()
+    target = torch.randn(2, 10, 4)
+    valid = torch.ones(2, 10)
+    valid[0, 8:] = 0
+    valid[1, 6:] = 0
+    loss = MseLoss()(prediction, target, attention_mask=valid)
+    by_hand = (prediction[0, :8] - target[0, :8]).square().sum() + (prediction[1, :6] - target[1, :6]).square().sum()
+    assert torch.allclose(loss, by_hand / (14 * 4))
+
+
+def test_padding_gets_exactly_zero_gradient():
+    prediction = torch.randn(2, 5, 4, requires_grad=True)
+    valid = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    MseLoss()(prediction, torch.randn(2, 5, 4), attention_mask=valid).backward()
+    assert (prediction.grad[0, 3:] == 0).all()
+    assert (prediction.grad[valid.bool()] != 0).all()
+
+
+def test_mask_weights_and_reductions_by_hand():
+    prediction, target = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    mask = torch.tensor([[1.0, 0.0, 0.25], [0.0, 0.0, 1.0]])
+    weighting = torch.tensor([1.0, 3.0])
+    weights = (mask * 2.5 + (1 - mask) * 0.5)[..., None] * weighting[:, None, None]
+    expected = (prediction - target).square() * weights
+    loss = MaskEditLoss(2.5, 0.5)
+    arguments = {"edit_mask": mask, "weighting": weighting}
+    assert torch.allclose(loss(prediction, target, **arguments, reduction="none"), expected)
+    assert torch.allclose(loss(prediction, target, **arguments, reduction="sum"), expected.sum())
+    assert torch.allclose(loss(prediction, target, **arguments), expected.mean())
+
+
+def test_both_masks_at_once():
+    prediction, target = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    edit, valid = torch.rand(2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    loss = AttentionMaskMseLoss(2.0, 1.0)(prediction, target, attention_mask=valid, edit_mask=edit)
+    expected = (prediction - target).square() * (1 + edit)[..., None] * valid[..., None]
+    assert torch.allclose(loss, expected.sum() / (5 * 4))
+
+
+def test_shapes_that_differ_are_refused():
+    with pytest.raises(ValueError, match="differ in shape"):
+        MseLoss()(torch.zeros(2, 3, 4), torch.zeros(2, 3, 5))
+
+
+def batch_of(sizes: list[int], masks: list[torch.Tensor | None]) -> EditBatch:
+    torch.manual_seed(0)
+    examples = [
+        EncodedExample(
+            f"s{i}", TextEmbedding(torch.zeros(2, 3)), (torch.randn(n, 4), torch.randn(2, 4)), ((1, 1, n), (1, 1, 2)), m
+        )
+        for i, (n, m) in enumerate(zip(sizes, masks, strict=True))
+    ]
+    noise = [torch.randn(n, 4) for n in sizes]
+    return EditBatch.collate(examples, noise, [0.3] * len(sizes), "cpu", torch.float32)
+
+
+def test_the_noisy_target_lies_between_image_and_noise_and_controls_stay_clean():
+    batch = batch_of([3, 2], [None, None])
+    images = batch.noisy_images()
+    assert torch.allclose(images[:3], 0.7 * batch.targets[:3] + 0.3 * batch.noise[:3])
+    assert torch.equal(images[3:5], batch.controls[:2])
+    assert torch.allclose(images[5:7], 0.7 * batch.targets[3:] + 0.3 * batch.noise[3:])
+    assert torch.equal(batch.velocity(), batch.noise - batch.targets)
+
+
+@pytest.mark.parametrize("by_token", [True, False])
+def test_the_shares_of_micro_batches_add_up_to_the_loss_of_the_step(by_token):
+    sizes, masks = [5, 2, 9], [None, torch.tensor([1.0, 0.0]), None]
+    objective = Objective(LossSettings(use_mask_loss=True, normalize_by_valid_tokens=by_token))
+    whole = batch_of(sizes, masks)
+    prediction = torch.randn_like(whole.targets)
+    total = objective(prediction, whole, step_tokens=16, step_samples=3)
+
+    error = (prediction - whole.velocity()).square().mean(-1)
+    weight = torch.cat([torch.full((5,), 2.0), torch.tensor([2.0, 1.0]), torch.full((9,), 2.0)])
+    per_sample = [part.sum() for part in (error * weight).split(sizes)]
+    by_hand = sum(per_sample) / 16 if by_token else sum(s / n for s, n in zip(per_sample, sizes, strict=True)) / 3
+    assert torch.allclose(total, by_hand)
+
+
+def test_noise_depends_on_seed_sample_and_visit_alone():
+    settings = TimestepSettings()
+    sigma, noise = draw(1, "a", 0, 10, 4, settings)
+    again, same = draw(1, "a", 0, 10, 4, settings)
+    assert sigma == again
+    assert torch.equal(noise, same)
+    for other in ((2, "a", 0), (1, "b", 0), (1, "a", 1)):
+        assert draw(*other, 10, 4, settings)[0] != sigma
+
+
+@pytest.mark.parametrize("tokens", [64, 256, 1024, 4096, 6000])
+def test_the_resolution_shift_is_the_pipelines(tokens):
+    assert resolution_shift(tokens) == pytest.approx(calculate_shift(tokens))
+    settings = TimestepSettings(shift="resolution")
+    for sigma in (0.1, 0.5, 0.9):
+        expected = math.exp(calculate_shift(tokens)) / (math.exp(calculate_shift(tokens)) + (1 / sigma - 1))
+        assert shifted(sigma, tokens, settings) == pytest.approx(expected)
+
+
+def test_densities_have_their_distributions():
+    uniform = [draw(0, str(i), 0, 1, 1, TimestepSettings(density="uniform", shift="none"))[0] for i in range(2000)]
+    normal = [
+        draw(0, str(i), 0, 1, 1, TimestepSettings(density="logit_normal", mean=0.5, std=0.8, shift="none"))[0]
+        for i in range(2000)
+    ]
+    logits = torch.tensor(normal).logit()
+    assert torch.tensor(uniform).mean() == pytest.approx(0.5, abs=0.03)
+    assert torch.tensor(uniform).std() == pytest.approx(12**-0.5, abs=0.02)
+    assert logits.mean() == pytest.approx(0.5, abs=0.06)
+    assert logits.std() == pytest.approx(0.8, abs=0.06)
