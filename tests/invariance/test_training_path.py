@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from qflux.errors import QfluxError
 from qflux.training.trainer import Trainer
 
 
@@ -79,3 +81,31 @@ def test_adapter_weights_and_optimizer_state_are_float32_over_a_bf16_base(config
     step = settings.run_dir / "checkpoints" / "step-00000002"
     for file in (result.adapter, step / "adapter.safetensors", step / "optimizer.safetensors"):
         assert {tensor.dtype for tensor in load_file(file).values()} == {torch.float32}
+
+
+def test_dropout_does_not_keep_a_run_from_continuing_bit_identically(config):
+    dropout = "lora.dropout=0.3"
+    whole = Trainer(config("run_name=whole", "train.max_train_steps=4", dropout)).fit()
+    Trainer(config("run_name=part", "train.max_train_steps=2", dropout)).fit()
+    torch.rand(7)
+    rest = Trainer(config("run_name=part", "train.max_train_steps=4", dropout)).fit()
+    assert rest.adapter.read_bytes() == whole.adapter.read_bytes()
+
+
+def test_renaming_the_files_does_not_change_the_path(config, tmp_path, data_set):
+    shutil.copytree(data_set, tmp_path / "renamed")
+    for path in sorted((tmp_path / "renamed").glob("*/scene_*")):
+        number = int(path.name[6:9])
+        path.rename(path.with_name(path.name.replace(f"scene_{number:03d}", f"picture_{99 - number}")))
+    first = Trainer(config("run_name=first")).fit().adapter
+    second = Trainer(config("run_name=second", f"data.path={tmp_path / 'renamed'}")).fit().adapter
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_and_names_the_samples(config):
+    settings = config(
+        "optimizer.class_path=torch.optim.SGD", "optimizer.init_args={lr: 1e30}", "train.max_grad_norm=null"
+    )
+    with pytest.raises(QfluxError, match=r"step \d: the loss is (.|\n)*scene_\d{3}"):
+        Trainer(settings).fit()
+    assert not (settings.run_dir / "adapter").exists()

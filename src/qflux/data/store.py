@@ -60,6 +60,11 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def seed_of(*parts: Any) -> int:
+    """A seed for a random generator; equal parts give equal seeds on every machine."""
+    return int(key_of(*parts)[:15], 16)
+
+
 def key_of(*parts: Any) -> str:
     """A hash of JSON values; equal parts give equal keys on every machine."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -94,7 +94,7 @@ def run_demo(config: Config, progress: DemoProgress) -> DemoSummary:
         progress.update("fit", report.step, report.total_steps, f"loss {report.loss:.3f}")
 
     result = trainer.fit(on_step)
-    samples = trainer.samples()
+    samples = sorted(trainer.samples(), key=lambda sample: sample.example.name)
     pictures = config.run_dir / "samples"
     grid = _write(pictures / "grid.png", _predictions(trainer, samples, result.adapter, progress))
     layout = _write(pictures / "batch.png", _batch_picture(samples, config))

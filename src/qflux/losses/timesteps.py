@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qflux.config import TimestepSettings
-from qflux.data.store import key_of
+from qflux.data.store import seed_of
 
 BASE_TOKENS, MAX_TOKENS = 256, 4096
 BASE_SHIFT, MAX_SHIFT = 0.5, 1.15
@@ -21,7 +21,7 @@ def draw(
     seed: int, sample_id: str, visit: int, tokens: int, channels: int, settings: TimestepSettings
 ) -> tuple[float, Tensor]:
     """The noise level in (0, 1) and the noise `(tokens, channels)` of one visit to one sample."""
-    generator = torch.Generator().manual_seed(int(key_of("noise", seed, sample_id, visit)[:15], 16))
+    generator = torch.Generator().manual_seed(seed_of("noise", seed, sample_id, visit))
     sigma = shifted(_density(settings, generator), tokens, settings)
     return sigma, torch.randn(tokens, channels, generator=generator)
 

@@ -59,7 +59,7 @@ class SamplePlanner:
         self._image_identity = identity(folder, family.image_parts, cache.hash_of)
 
     def plan(self) -> list[PlannedSample]:
-        """All usable samples. Faults of all samples are reported together."""
+        """All usable samples, in an order that depends on their content alone. All faults are reported together."""
         planned, problems = [], []
         for example in read_folder(self._config.data.path):
             try:
@@ -75,7 +75,7 @@ class SamplePlanner:
             raise collected(DataError, f"samples in {self._config.data.path} can't be used", problems)
         if not planned:
             raise DataError(f"no usable sample in {self._config.data.path}: all {len(self.skipped)} were skipped")
-        return planned
+        return sorted(planned, key=lambda sample: sample.keys.id)
 
     def _plan_one(self, example: EditExample) -> PlannedSample:
         target_size = image_size(example.target)

@@ -11,6 +11,7 @@ attention, modulation and positions keep the samples apart.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,9 +28,9 @@ from qflux.adapters.lora import inject, trainable
 from qflux.config import Config
 from qflux.data.batch import EditBatch
 from qflux.data.cache import EmbeddingCacheManager
-from qflux.data.plan import EpochPlan
-from qflux.data.store import key_of, write_bytes
-from qflux.errors import ConfigError
+from qflux.data.plan import EpochPlan, PlannedStep
+from qflux.data.store import key_of, seed_of, write_bytes
+from qflux.errors import ConfigError, QfluxError
 from qflux.losses.objective import Objective
 from qflux.losses.timesteps import draw
 from qflux.models import Family, get_family
@@ -123,6 +124,7 @@ class Trainer:
 
         for step in plan.steps(done, total):
             started = time.perf_counter()
+            torch.manual_seed(seed_of("step", config.seed, step.number))  # dropout is all that draws from it
             loss, lengths = torch.zeros((), device=self.device), []
             for micro_batch in step.micro_batches:
                 batch = self._load_batch(samples, micro_batch, step.epoch)
@@ -131,6 +133,7 @@ class Trainer:
                 share.backward()
                 loss += share.detach()
             grad_norm = nn.utils.clip_grad_norm_(parameters.values(), config.train.max_grad_norm or float("inf"))
+            _require_finite(loss, grad_norm, step, samples)
             learning_rate = state.schedule.get_last_lr()[0]
             optimizer.step()
             state.schedule.step()
@@ -253,10 +256,23 @@ def _padding_avoided(lengths: Sequence[Sequence[int]]) -> float:
     return 1 - valid / sum(len(batch) * max(batch) for batch in lengths)
 
 
+def _require_finite(loss: Tensor, grad_norm: Tensor, step: PlannedStep, samples: Sequence[PlannedSample]) -> None:
+    if math.isfinite(loss.item()) and math.isfinite(grad_norm.item()):
+        return
+    names = [samples[index].example.name for batch in step.micro_batches for index in batch]
+    raise QfluxError(
+        f"step {step.number + 1}: the loss is {loss.item()}, the gradient norm {grad_norm.item()}; "
+        f"the samples were {', '.join(names)}",
+        "lower the learning rate, look at these samples, or try model.dtype: float32. The last checkpoint is intact.",
+    )
+
+
 def _path_settings(config: Config, samples: Sequence[PlannedSample]) -> dict[str, object]:
     """What decides where training goes; a resumed run must share it with its checkpoint."""
     values = config.dump()
-    sections = {name: values[name] for name in ("family", "seed", "model", "lora", "optimizer", "loss")}
+    sections = {name: values[name] for name in ("family", "seed", "lora", "optimizer", "loss")}
+    for key in ("pretrained", "dtype", "max_sequence_length"):
+        sections[f"model.{key}"] = values["model"][key]
     sections["data.batch_size"] = values["data"]["batch_size"]
     sections["data.processor"] = values["data"]["processor"]
     for key in ("gradient_accumulation_steps", "max_grad_norm", "lr_scheduler", "lr_warmup_steps", "guidance"):
