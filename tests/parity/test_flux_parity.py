@@ -186,13 +186,14 @@ def test_padding_rows_are_exactly_zero_and_get_exactly_zero_gradient(models):
         assert (gradient[valid].abs().amax(-1) > 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
-def test_bf16_is_no_worse_than_twice_the_error_of_stock_bf16(models, padded):
+def test_half_precision_is_no_worse_than_twice_the_error_of_stock(padded, dtype):
     ours, stock = models_with_lora()
     samples = [sample for case in CASES.values() for sample in samples_of(case)]
     exact = [run_alone(stock, sample).detach() for sample in samples]
-    ours, stock = ours.bfloat16(), stock.bfloat16()
-    rounded = [sample.to(torch.bfloat16) for sample in samples]
+    ours, stock = ours.to(dtype), stock.to(dtype)
+    rounded = [sample.to(dtype) for sample in samples]
     ours_error = max_error(run_packed(ours, rounded, padded), exact)
     stock_error = max_error([run_alone(stock, sample) for sample in rounded], exact)
     assert ours_error <= 2 * stock_error
@@ -243,6 +244,7 @@ def test_the_lora_scale_of_joint_attention_kwargs_reaches_the_ragged_forward(mod
     ("change", "message"),
     [
         ({"attention_mask": torch.ones(2, 5)}, "attention_mask has shape"),
+        ({"attention_mask": torch.full((2, 19), float("-inf"))}, "additive"),
         ({"img_ids": torch.zeros(3, 3)}, "img_ids has shape"),
         ({"txt_ids": torch.zeros(9, 3)}, "txt_ids has shape"),
         ({"controlnet_block_samples": [torch.zeros(1)]}, "ControlNet"),

@@ -34,6 +34,9 @@ class PaddedInputs:
                 f"{(batch, text_width + image_width)}."
             )
 
+        if self.mask is not None and not bool(((self.mask == 0) | (self.mask == 1)).all()):
+            raise ValueError("attention_mask must hold 1 for valid and 0 for padding tokens; it is no additive mask.")
+
     @property
     def is_plain(self) -> bool:
         """An ordinary diffusers batch: nothing masked, positions shared."""
