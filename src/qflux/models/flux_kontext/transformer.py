@@ -19,11 +19,10 @@ from diffusers.models.transformers.transformer_flux import (
 from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
-from qflux.models.padded_inputs import PaddedInputs
-from qflux.ragged.layout import RaggedLayout
+from qflux.models.padding import Padding
+from qflux.ragged.layout import PackedLayout, RaggedLayout
+from qflux.ragged.modulation import add_gated, clip_fp16, modulate
 from qflux.ragged.rope import Rotary, rotary_from, rotate
-
-_FP16_MAX = 65504
 
 
 class RaggedFluxBlock(FluxTransformerBlock):
@@ -62,7 +61,7 @@ class RaggedFluxBlock(FluxTransformerBlock):
         text = add_gated(text, c_gate, text_out, of_text)
         mlp_in = modulate(self.norm2_context(text), c_scale_mlp, c_shift_mlp, of_text)
         text = add_gated(text, c_gate_mlp, self.ff_context(mlp_in), of_text)
-        return _clip_fp16(text), image
+        return clip_fp16(text), image
 
     def _joint_qkv(self, text: Tensor, image: Tensor, layout: RaggedLayout) -> tuple[Tensor, Tensor, Tensor]:
         attn = self.attn
@@ -95,7 +94,7 @@ class RaggedFluxSingleBlock(FluxSingleTransformerBlock):
         query, key = rotate(attn.norm_q(query), image_rotary_emb), rotate(attn.norm_k(key), image_rotary_emb)
         attended = layout.attend(query, key, value).flatten(1)
         out = self.proj_out(torch.cat([attended, self.act_mlp(self.proj_mlp(tokens))], dim=1))
-        return _clip_fp16(add_gated(hidden_states, gate, out, of_joint))
+        return clip_fp16(add_gated(hidden_states, gate, out, of_joint))
 
 
 class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
@@ -149,13 +148,25 @@ class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
             controlnet_blocks_repeat=controlnet_blocks_repeat,
             return_dict=False,
         )
-        padded: PaddedInputs | None = None
+        padding: Padding | None = None
         if layout is None:
-            padded = PaddedInputs(hidden_states, encoder_hidden_states, img_ids, txt_ids, attention_mask)
-            if padded.is_plain:
-                output = stock(hidden_states, encoder_hidden_states, img_ids=padded.img_ids, txt_ids=padded.txt_ids)[0]
+            _check_ids("img_ids", img_ids, hidden_states)
+            _check_ids("txt_ids", txt_ids, encoder_hidden_states)
+            padding = Padding.of(encoder_hidden_states, hidden_states, attention_mask)
+            if padding.is_empty and _shared(img_ids) and _shared(txt_ids):
+                output = stock(hidden_states, encoder_hidden_states, img_ids=_first(img_ids), txt_ids=_first(txt_ids))[0]
                 return Transformer2DModelOutput(sample=output) if return_dict else (output,)
-            hidden_states, encoder_hidden_states, img_ids, txt_ids, layout = padded.pack()
+            batch = len(hidden_states)
+            img_ids = padding.pack_image(img_ids.expand(batch, -1, -1))
+            txt_ids = padding.pack_text(txt_ids.expand(batch, -1, -1))
+            hidden_states = padding.pack_image(hidden_states)
+            encoder_hidden_states = padding.pack_text(encoder_hidden_states)
+            layout = PackedLayout.build(
+                padding.text_lengths,
+                padding.image_lengths,
+                hidden_states.device,
+                uniform=_same_samples(padding.text_lengths, txt_ids) and _same_samples(padding.image_lengths, img_ids),
+            )
 
         if layout.uniform:
             batch = layout.batch_size
@@ -178,8 +189,8 @@ class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
                 layout,
                 joint_attention_kwargs=joint_attention_kwargs,
             )
-        if padded is not None:
-            output = padded.unpack(output)
+        if padding is not None:
+            output = padding.unpack_image(output)
         return Transformer2DModelOutput(sample=output) if return_dict else (output,)
 
     @apply_lora_scale("joint_attention_kwargs")
@@ -216,26 +227,12 @@ class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
         return layout.leave_image(self.proj_out(modulate(norm.norm(image), scale, shift, layout.image_sample)))
 
 
-def modulate(tokens: Tensor, scale: Tensor, shift: Tensor, sample: Tensor) -> Tensor:
-    """`tokens * (1 + scale) + shift` with the scale and shift `(B, C)` of each token's own sample."""
-    return torch.addcmul(shift.index_select(0, sample), tokens, (1 + scale).index_select(0, sample))
-
-
-def add_gated(tokens: Tensor, gate: Tensor, update: Tensor, sample: Tensor) -> Tensor:
-    """`tokens + gate * update` with the gate `(B, C)` of each token's own sample."""
-    return torch.addcmul(tokens, gate.index_select(0, sample), update)
-
-
 def _modulation(norm: Any, temb: Tensor, parts: int) -> tuple[Tensor, ...]:
     return norm.linear(norm.silu(temb)).chunk(parts, dim=1)
 
 
 def _heads(attn: FluxAttention, *projections: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.unflatten(-1, (-1, attn.head_dim)) for x in projections)
-
-
-def _clip_fp16(tokens: Tensor) -> Tensor:
-    return tokens.clip(-_FP16_MAX, _FP16_MAX) if tokens.dtype == torch.float16 else tokens
 
 
 def _call(block: torch.nn.Module, *args: Any) -> Any:
@@ -248,3 +245,22 @@ def _refuse(block_samples: Any, single_block_samples: Any, attention_kwargs: dic
     unknown = sorted(set(attention_kwargs or {}) - {"scale"})
     if unknown:
         raise ValueError(f"joint_attention_kwargs {unknown} are not supported for samples of different sizes.")
+
+
+def _check_ids(name: str, ids: Tensor, tokens: Tensor) -> None:
+    batch, width = tokens.shape[:2]
+    if tuple(ids.shape) not in ((width, 3), (batch, width, 3)):
+        raise ValueError(f"{name} has shape {tuple(ids.shape)}; expected {(width, 3)} or {(batch, width, 3)}.")
+
+
+def _shared(ids: Tensor) -> bool:
+    return ids.ndim == 2 or bool((ids == ids[:1]).all())
+
+
+def _first(ids: Tensor) -> Tensor:
+    return ids if ids.ndim == 2 else ids[0]
+
+
+def _same_samples(lengths: list[int], ids: Tensor) -> bool:
+    """Samples of these lengths have the same positions."""
+    return len(set(lengths)) == 1 and _shared(ids.unflatten(0, (len(lengths), -1)))

@@ -1,0 +1,306 @@
+"""The Qwen-Image transformer on ragged batches: diffusers' class, checkpoints and LoRA keys.
+
+Shapes: B samples; L text, N image, T = L + N joint tokens of the whole batch; P, S text and image tokens of a padded
+sample; C channels, D channels of a head (see `ragged.layout`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import diffusers
+import torch
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
+from diffusers.utils.peft_utils import apply_lora_scale
+from torch import Tensor
+
+from qflux.models.padding import Padding, as_bool
+from qflux.ragged.layout import ImageShape, PackedLayout, RaggedLayout, image_tokens
+from qflux.ragged.modulation import add_gated, clip_fp16, modulate
+from qflux.ragged.rope import Rotary, rotate
+
+ImgShapes = Sequence[Sequence[ImageShape]]
+
+
+class RaggedQwenImageBlock(QwenImageTransformerBlock):
+    """The double-stream block. With a layout it runs on concatenated tokens; without one it is diffusers' own."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_hidden_states_mask: Tensor | None,
+        temb: Tensor,
+        image_rotary_emb: Any,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+        modulate_index: Tensor | None = None,
+        layout: RaggedLayout | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Ragged: image `(N, C)`, text `(L, C)`, temb `(B, C)`. Returns text, image, as diffusers does.
+
+        With `zero_cond_t`, temb is `(2 B, C)`, its second half for t = 0, and `modulate_index` `(N,)` says which row of
+        temb an image token takes.
+        """
+        if layout is None:
+            return super().forward(
+                hidden_states,
+                encoder_hidden_states,
+                encoder_hidden_states_mask,
+                temb,
+                image_rotary_emb,
+                joint_attention_kwargs,
+                modulate_index,
+            )
+        image, text = hidden_states, encoder_hidden_states
+        of_text = layout.text_sample
+        of_image = layout.image_sample if modulate_index is None else modulate_index
+        text_temb = temb[: layout.batch_size]
+        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = self.img_mod(temb).chunk(6, dim=-1)
+        c_shift, c_scale, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = self.txt_mod(text_temb).chunk(6, dim=-1)
+
+        query, key, value = self._joint_qkv(
+            modulate(self.txt_norm1(text), c_scale, c_shift, of_text),
+            modulate(self.img_norm1(image), scale, shift, of_image),
+            layout,
+        )
+        attended = layout.attend(rotate(query, image_rotary_emb), rotate(key, image_rotary_emb), value)
+        text_out, image_out = layout.split(attended.flatten(1))
+        text_out, image_out = self.attn.to_add_out(text_out), self.attn.to_out[1](self.attn.to_out[0](image_out))
+
+        image = add_gated(image, gate, image_out, of_image)
+        mlp_in = modulate(self.img_norm2(image), scale_mlp, shift_mlp, of_image)
+        image = add_gated(image, gate_mlp, self.img_mlp(mlp_in), of_image)
+
+        text = add_gated(text, c_gate, text_out, of_text)
+        mlp_in = modulate(self.txt_norm2(text), c_scale_mlp, c_shift_mlp, of_text)
+        text = add_gated(text, c_gate_mlp, self.txt_mlp(mlp_in), of_text)
+        return clip_fp16(text), clip_fp16(image)
+
+    def _joint_qkv(self, text: Tensor, image: Tensor, layout: RaggedLayout) -> tuple[Tensor, Tensor, Tensor]:
+        attn = self.attn
+        heads = (-1, attn.inner_dim // attn.heads)
+        query = layout.join(
+            attn.norm_added_q(attn.add_q_proj(text).unflatten(-1, heads)),
+            attn.norm_q(attn.to_q(image).unflatten(-1, heads)),
+        )
+        key = layout.join(
+            attn.norm_added_k(attn.add_k_proj(text).unflatten(-1, heads)),
+            attn.norm_k(attn.to_k(image).unflatten(-1, heads)),
+        )
+        value = layout.join(attn.add_v_proj(text).unflatten(-1, heads), attn.to_v(image).unflatten(-1, heads))
+        return query, key, value
+
+
+class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
+    """diffusers' Qwen-Image transformer that also takes samples of different sizes and image counts in one batch."""
+
+    @functools.wraps(diffusers.QwenImageTransformer2DModel.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The same modules under the same names, hence the same checkpoints; only `forward` gains a case.
+        for block in self.transformer_blocks:
+            block.__class__ = RaggedQwenImageBlock
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_hidden_states_mask: Tensor | None = None,
+        timestep: Tensor = None,  # type: ignore[assignment]
+        img_shapes: ImgShapes | None = None,
+        guidance: Tensor | None = None,
+        attention_kwargs: dict[str, Any] | None = None,
+        controlnet_block_samples: Any = None,
+        additional_t_cond: Tensor | None = None,
+        return_dict: bool = True,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        layout: RaggedLayout | None = None,
+    ) -> Transformer2DModelOutput | tuple[Tensor]:
+        """diffusers' arguments, and two ways to pass samples that differ.
+
+        Padded: `img_shapes` may differ per sample, in sizes and in number; image tokens beyond a sample's own are
+        padding. `encoder_hidden_states_mask` `(B, P)` gives each sample its own text. `attention_mask` `(B, P + S)`,
+        bool or 0/1, may say both instead. Padding is removed before anything is computed; its output rows are zero.
+        `image_rotary_emb` may hold precomputed positions: complex image `(B, S, D / 2)` and text `(B, P, D / 2)`.
+
+        Packed: with `layout`, `hidden_states` is `(N, in_channels)`, `encoder_hidden_states` `(L, text channels)`, and
+        the output `(N, out_channels)`; `img_shapes` is still per sample.
+
+        One sample, or samples of one shape with nothing masked, run diffusers' forward itself.
+        """
+        stock = functools.partial(
+            super().forward,
+            timestep=timestep,
+            guidance=guidance,
+            attention_kwargs=attention_kwargs,
+            controlnet_block_samples=controlnet_block_samples,
+            additional_t_cond=additional_t_cond,
+            return_dict=False,
+        )
+        shapes = None if img_shapes is None else [_as_list(sample) for sample in img_shapes]
+        padding: Padding | None = None
+        text_places: Sequence[Tensor] | None = None
+        if layout is None:
+            padding = _padding(
+                encoder_hidden_states, hidden_states, encoder_hidden_states_mask, attention_mask, shapes
+            )
+            if padding.is_empty and image_rotary_emb is None and shapes and all(s == shapes[0] for s in shapes):
+                output = stock(
+                    hidden_states, encoder_hidden_states, encoder_hidden_states_mask, img_shapes=img_shapes
+                )[0]
+                return Transformer2DModelOutput(sample=output) if return_dict else (output,)
+            if image_rotary_emb is not None:
+                image_rotary_emb = _pack_rotary(image_rotary_emb, padding)
+            text_places = [row.nonzero().squeeze(1) for row in padding.text]
+            hidden_states = padding.pack_image(hidden_states)
+            encoder_hidden_states = padding.pack_text(encoder_hidden_states)
+            contiguous = all(len(p) == 0 or int(p[-1]) == len(p) - 1 for p in text_places)
+            same = shapes is not None and all(s == shapes[0] for s in shapes) and len(set(padding.text_lengths)) == 1
+            layout = PackedLayout.build(
+                padding.text_lengths, padding.image_lengths, hidden_states.device, uniform=same and contiguous
+            )
+
+        if layout.uniform and image_rotary_emb is None:
+            batch = layout.batch_size
+            output = stock(
+                hidden_states.unflatten(0, (batch, -1)),
+                encoder_hidden_states.unflatten(0, (batch, -1)),
+                None,
+                img_shapes=shapes,
+            )[0].flatten(0, 1)
+        else:
+            _refuse(controlnet_block_samples, guidance, attention_kwargs)
+            if image_rotary_emb is None:
+                image_rotary_emb = self.positions(shapes, layout.text_lengths, hidden_states.device, text_places)
+            output = self._forward_ragged(
+                hidden_states,
+                encoder_hidden_states,
+                timestep,
+                shapes,
+                image_rotary_emb,
+                additional_t_cond,
+                layout,
+                attention_kwargs=attention_kwargs,
+            )
+        if padding is not None:
+            output = padding.unpack_image(output)
+        return Transformer2DModelOutput(sample=output) if return_dict else (output,)
+
+    def positions(
+        self,
+        img_shapes: ImgShapes | None,
+        text_lengths: Sequence[int],
+        device: torch.device,
+        text_places: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Complex turns of all image `(N, D / 2)` and text tokens `(L, D / 2)` of a batch, from diffusers' own tables.
+
+        `text_places` are the places of each sample's tokens in its text, where some are left out.
+        """
+        if img_shapes is None:
+            raise ValueError("img_shapes is needed to compute positions: pass it, or image_rotary_emb.")
+        image, text = [], []
+        for index, (shapes, length) in enumerate(zip(img_shapes, text_lengths, strict=True)):
+            places = None if text_places is None else text_places[index]
+            reach = length if places is None else int(places[-1]) + 1 if len(places) else 0
+            image_turns, text_turns = self.pos_embed([list(shapes)], max_txt_seq_len=reach, device=device)
+            image.append(image_turns)
+            text.append(text_turns if places is None else text_turns[places])
+        return torch.cat(image), torch.cat(text)
+
+    @apply_lora_scale("attention_kwargs")
+    def _forward_ragged(
+        self,
+        image: Tensor,
+        text: Tensor,
+        timestep: Tensor,
+        img_shapes: ImgShapes | None,
+        turns: tuple[Tensor, Tensor],
+        additional_t_cond: Tensor | None,
+        layout: RaggedLayout,
+        attention_kwargs: dict[str, Any] | None = None,
+    ) -> Tensor:
+        batch = layout.batch_size
+        image = self.img_in(layout.enter_image(image))
+        text = self.txt_in(self.txt_norm(layout.enter_text(text)))
+        timestep = timestep.to(image.dtype)
+        modulate_index = None
+        if self.zero_cond_t:
+            timestep = torch.cat([timestep, timestep * 0])
+            if additional_t_cond is not None:
+                additional_t_cond = additional_t_cond.repeat(2)
+            modulate_index = layout.image_sample + batch * layout.enter_image(_is_control(img_shapes, image.device))
+        temb = self.time_text_embed(timestep, image, additional_t_cond)
+        rotary = _joint_rotary(turns, layout)
+
+        checkpointing = torch.is_grad_enabled() and self.gradient_checkpointing
+        run = self._gradient_checkpointing_func if checkpointing else _call
+        for block in self.transformer_blocks:
+            text, image = run(block, image, text, None, temb, rotary, None, modulate_index, layout)
+
+        norm = self.norm_out
+        scale, shift = norm.linear(norm.silu(temb[:batch]).to(image.dtype)).chunk(2, dim=1)
+        return layout.leave_image(self.proj_out(modulate(norm.norm(image), scale, shift, layout.image_sample)))
+
+
+def _padding(
+    text: Tensor, image: Tensor, text_mask: Tensor | None, mask: Tensor | None, shapes: ImgShapes | None
+) -> Padding:
+    """Valid tokens, from every argument that says something about them."""
+    padding = Padding.of(text, image, mask)
+    text_valid, image_valid = padding.text, padding.image
+    if text_mask is not None:
+        text_valid = text_valid & as_bool("encoder_hidden_states_mask", text_mask, (len(text), text.shape[1]))
+    if shapes is not None:
+        if len(shapes) != len(image):
+            raise ValueError(f"img_shapes has {len(shapes)} samples, hidden_states {len(image)}.")
+        lengths = torch.tensor([image_tokens(sample) for sample in shapes], device=image.device)
+        if int(lengths.max()) > image.shape[1]:
+            raise ValueError(f"img_shapes asks for {int(lengths.max())} image tokens, hidden_states has {image.shape[1]}.")
+        from_shapes = torch.arange(image.shape[1], device=image.device)[None] < lengths[:, None]
+        if mask is not None and not torch.equal(from_shapes, image_valid):
+            raise ValueError("attention_mask and img_shapes disagree about which image tokens are valid.")
+        image_valid = from_shapes
+    return Padding(text_valid, image_valid)
+
+
+def _as_list(sample: Any) -> list[ImageShape]:
+    """diffusers also takes a bare `(1, rows, columns)` for a sample with one image."""
+    return [tuple(sample)] if isinstance(sample[0], int) else [tuple(shape) for shape in sample]
+
+
+def _pack_rotary(turns: tuple[Tensor, Tensor], padding: Padding) -> tuple[Tensor, Tensor]:
+    image, text = (x if x.ndim == 3 else x.expand(len(padding.image), -1, -1) for x in turns)
+    return padding.pack_image(image), padding.pack_text(text)
+
+
+def _joint_rotary(turns: tuple[Tensor, Tensor], layout: RaggedLayout) -> Rotary:
+    image, text = (torch.view_as_real(x) for x in turns)
+    return layout.join(layout.enter_text(text), layout.enter_image(image))[:, None]
+
+
+def _is_control(img_shapes: ImgShapes | None, device: torch.device) -> Tensor:
+    """`(N,)` 1 for tokens of controls, 0 for tokens of targets."""
+    if img_shapes is None:
+        raise ValueError("img_shapes is needed to tell controls from targets (zero_cond_t).")
+    flags = [int(index > 0) for shapes in img_shapes for index in range(len(shapes))]
+    counts = [image_tokens([shape]) for shapes in img_shapes for shape in shapes]
+    return torch.tensor(flags).repeat_interleave(torch.tensor(counts)).to(device, non_blocking=True)
+
+
+def _call(block: torch.nn.Module, *args: Any) -> Any:
+    return block(*args)
+
+
+def _refuse(block_samples: Any, guidance: Tensor | None, attention_kwargs: dict[str, Any] | None) -> None:
+    if block_samples is not None:
+        raise ValueError("ControlNet residuals are not supported for samples of different sizes: run them one by one.")
+    if guidance is not None:
+        raise ValueError("Qwen-Image takes no guidance value: use true CFG.")
+    unknown = sorted(set(attention_kwargs or {}) - {"scale"})
+    if unknown:
+        raise ValueError(f"attention_kwargs {unknown} are not supported for samples of different sizes.")
