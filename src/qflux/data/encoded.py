@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from PIL import Image
 from torch import Tensor
 
 from qflux.ragged.layout import ImageShape, image_tokens
@@ -14,10 +15,14 @@ from qflux.ragged.layout import ImageShape, image_tokens
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the text encoders read; `text_2` goes to the second one, which otherwise reads `text`."""
+    """What the text encoders read; `text_2` goes to the second one, which otherwise reads `text`.
+
+    `images` are those that the text encoder sees, at the size it sees them, in families where it sees any.
+    """
 
     text: str
     text_2: str | None = None
+    images: tuple[Image.Image, ...] = ()
 
 
 @dataclass(frozen=True)

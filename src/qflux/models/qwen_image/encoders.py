@@ -1,0 +1,71 @@
+"""Qwen-Image's encoders: Qwen2.5-VL, which also sees images, and the VAE.
+
+Shapes: l text tokens, n tokens of one image, C = 64 channels of a token.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qflux.data.encoded import Prompt, TextEmbedding
+from qflux.models.qwen_image.components import QwenImageComponents
+from qflux.models.qwen_image.prompts import PromptProcessor, Template, split_valid
+from qflux.ragged.layout import ImageShape
+from qflux.ragged.patches import pack, unpack
+
+logger = logging.getLogger(__name__)
+
+
+class QwenImageEncoder:
+    """Encodes as diffusers' Qwen pipelines do; a prompt keeps exactly its own tokens."""
+
+    def __init__(self, components: QwenImageComponents, max_sequence_length: int, template: Template) -> None:
+        self._parts = components
+        self._limit = max_sequence_length
+        self._template = template
+
+    @torch.no_grad()
+    def encode_text(self, prompts: Sequence[Prompt]) -> list[TextEmbedding]:
+        encoder = self._parts.text_encoder
+        processor = self._parts.processor or PromptProcessor(self._parts.tokenizer, None)
+        texts = [self._template.fill(prompt.text, len(prompt.images)) for prompt in prompts]
+        inputs = processor(text=texts, images=[i for p in prompts for i in p.images] or None).to(encoder.device)
+        # The pipelines pass nothing that tells image tokens from text tokens, so neither does this: see decisions.md.
+        hidden = encoder(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            pixel_values=inputs.get("pixel_values"),
+            image_grid_thw=inputs.get("image_grid_thw"),
+            output_hidden_states=True,
+        ).hidden_states[-1]
+        embeddings = split_valid(hidden, inputs["attention_mask"], self._template.drop)
+        return [TextEmbedding(self._cut(tokens, p)) for tokens, p in zip(embeddings, prompts, strict=True)]
+
+    def _cut(self, tokens: Tensor, prompt: Prompt) -> Tensor:
+        if len(tokens) > self._limit:
+            logger.warning("a prompt of %d tokens is cut to %d: %.60s…", len(tokens), self._limit, prompt.text)
+        return tokens[: self._limit]
+
+    @torch.no_grad()
+    def encode_image(self, pixels: Tensor) -> Tensor:
+        vae = self._parts.vae
+        latents = vae.encode(pixels[None, :, None].to(vae.device, vae.dtype)).latent_dist.mode()[0, :, 0]
+        mean, std = self._statistics(latents)
+        return pack((latents - mean) / std)
+
+    @torch.no_grad()
+    def decode_image(self, tokens: Tensor, shape: ImageShape) -> Tensor:
+        vae = self._parts.vae
+        latents = unpack(tokens.to(vae.device, vae.dtype), shape)
+        mean, std = self._statistics(latents)
+        return vae.decode((latents * std + mean)[None, :, None]).sample[0, :, 0]
+
+    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each latent channel, `(C / 4, 1, 1)`."""
+        config = self._parts.vae.config
+        mean, std = (torch.tensor(values).to(like)[:, None, None] for values in (config.latents_mean, config.latents_std))
+        return mean, std

@@ -1,0 +1,104 @@
+"""Prompts as Qwen2.5-VL reads them: the chat template around the instruction, and the images in it.
+
+Templates, dropped tokens and image sizes are those of diffusers' pipelines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import BatchFeature
+
+IMAGE_TOKEN = "<|image_pad|>"
+VISION = f"<|vision_start|>{IMAGE_TOKEN}<|vision_end|>"
+CONDITION_AREA = 384 * 384
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    IMAGE_TOKEN,
+    "<|video_pad|>",
+)
+
+
+@dataclass(frozen=True)
+class Template:
+    """What stands around a prompt, and how many leading tokens of it are dropped from the embedding."""
+
+    system: str
+    drop: int
+    per_image: str = ""
+    """Put before the prompt for image i (from 1)."""
+
+    def fill(self, prompt: str, images: int) -> str:
+        pictures = "".join(self.per_image.format(index + 1) for index in range(images))
+        return (
+            f"<|im_start|>system\n{self.system}<|im_end|>\n"
+            f"<|im_start|>user\n{pictures}{prompt}<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+
+DESCRIBE = (
+    "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
+    "objects and background:"
+)
+EDIT = (
+    "Describe the key features of the input image (color, shape, size, texture, objects, background), then explain how "
+    "the user's text instruction should alter or modify the image. Generate a new image that meets the user's "
+    "requirements while maintaining consistency with the original input where appropriate."
+)
+TEXT_TO_IMAGE = Template(DESCRIBE, drop=34)
+ONE_IMAGE = Template(EDIT, drop=64, per_image=VISION)
+PICTURES = Template(EDIT, drop=64, per_image="Picture {}: " + VISION)
+
+
+class PromptProcessor:
+    """Tokenizer and image processor as one, the part of `Qwen2_5_VLProcessor` that images need.
+
+    The full processor also loads a video processor, and with it torchvision.
+    """
+
+    def __init__(self, tokenizer: Any, image_processor: Any) -> None:
+        self.tokenizer = tokenizer
+        self.image_processor = image_processor
+
+    def __call__(
+        self,
+        text: Sequence[str],
+        images: Sequence[Image.Image] | Image.Image | None = None,
+        padding: bool = True,
+        return_tensors: str = "pt",
+    ) -> BatchFeature:
+        """Token ids of the texts, in which every image token is repeated once for each of its image's patches."""
+        texts, features = list(text), {}
+        if images:
+            listed = [images] if isinstance(images, Image.Image) else list(images)
+            features = dict(self.image_processor(images=listed, return_tensors=return_tensors))
+            merged = (features["image_grid_thw"].prod(-1) // self.image_processor.merge_size**2).tolist()
+            counts = iter(merged)
+            texts = [_expand(item, counts) for item in texts]
+        tokens = self.tokenizer(texts, padding=padding, return_tensors=return_tensors)
+        return BatchFeature({**tokens, **features}, tensor_type=None)
+
+
+def _expand(text: str, counts: Any) -> str:
+    first, *rest = text.split(IMAGE_TOKEN)
+    return first + "".join(IMAGE_TOKEN * next(counts) + part for part in rest)
+
+
+def condition_size(width: int, height: int, area: int = CONDITION_AREA) -> tuple[int, int]:
+    """`(height, width)` of an image as the text encoder sees it: about `area` pixels, multiples of 32."""
+    ideal = math.sqrt(area * width / height)
+    return max(1, round(ideal * height / width / 32)) * 32, max(1, round(ideal / 32)) * 32
+
+
+def split_valid(hidden: torch.Tensor, mask: torch.Tensor, drop: int) -> list[torch.Tensor]:
+    """The valid tokens of each row, without the first `drop`."""
+    return [row[valid.bool()][drop:] for row, valid in zip(hidden, mask, strict=True)]
