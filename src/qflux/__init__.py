@@ -8,18 +8,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qflux.config import Config, load_config
-    from qflux.training.trainer import FluxKontextLoraTrainer, Trainer
+    from qflux.training.trainer import (
+        FluxKontextLoraTrainer,
+        QwenImageEditPlusTrainer,
+        QwenImageEditTrainer,
+        QwenImageTrainer,
+        Trainer,
+    )
 
     __version__: str
 
-_HOMES = {
-    "Config": "qflux.config",
-    "load_config": "qflux.config",
-    "Trainer": "qflux.training.trainer",
-    "FluxKontextLoraTrainer": "qflux.training.trainer",
-}
+_TRAINERS = "FluxKontextLoraTrainer", "QwenImageEditPlusTrainer", "QwenImageEditTrainer", "QwenImageTrainer", "Trainer"
+_HOMES = dict.fromkeys(_TRAINERS, "qflux.training.trainer") | dict.fromkeys(("Config", "load_config"), "qflux.config")
 
-__all__ = ["Config", "FluxKontextLoraTrainer", "Trainer", "__version__", "load_config"]
+__all__ = [
+    "Config",
+    "FluxKontextLoraTrainer",
+    "QwenImageEditPlusTrainer",
+    "QwenImageEditTrainer",
+    "QwenImageTrainer",
+    "Trainer",
+    "__version__",
+    "load_config",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -113,7 +113,9 @@ class ModelSettings(Section):
     pretrained: str = Field(description="a folder or a hub id in diffusers format")
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, …")
-    max_sequence_length: int = Field(default=512, ge=1, le=512, description="T5 tokens; shorter is faster")
+    max_sequence_length: int | None = Field(
+        default=None, ge=1, description="text tokens at most; default: 512 for FLUX, 1024 for Qwen"
+    )
 
 
 class CacheSettings(Section):
@@ -187,15 +189,17 @@ class LossSettings(Section):
 class PredictSettings(Section):
     """Defaults of `qflux predict`."""
 
-    num_inference_steps: int = Field(default=28, ge=1)
-    guidance_scale: float = 3.5
+    num_inference_steps: int | None = Field(default=None, ge=1, description="default: 28 for FLUX, 50 for Qwen")
+    guidance_scale: float = Field(default=3.5, description="told to guidance-distilled models (FLUX)")
+    negative_prompt: str | None = Field(default=None, description="switches true CFG on; may be a space")
+    true_cfg_scale: float | None = Field(default=None, description="default: 1 for FLUX (off), 4 for Qwen")
     seed: int = Field(default=0, ge=0)
 
 
 class Config(Section):
     """Everything a run depends on."""
 
-    family: Literal["flux-kontext"] = "flux-kontext"
+    family: Literal["flux-kontext", "qwen-image", "qwen-image-edit", "qwen-image-edit-plus"] = "flux-kontext"
     output_dir: Path = Field(default=Path("runs"), strict=False)
     run_name: str = Field(default="run", pattern=r"^[\w.-]+$")
     seed: int = Field(default=0, ge=0)

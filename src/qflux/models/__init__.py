@@ -4,8 +4,12 @@ from qflux.errors import ConfigError
 from qflux.models.family import Family
 from qflux.models.flux_kontext.family import FLUX_KONTEXT
 from qflux.models.flux_kontext.transformer import FluxTransformer2DModel
+from qflux.models.qwen_image.family import QWEN_IMAGE, QWEN_IMAGE_EDIT, QWEN_IMAGE_EDIT_PLUS
+from qflux.models.qwen_image.transformer import QwenImageTransformer2DModel
 
-FAMILIES: dict[str, Family] = {FLUX_KONTEXT.name: FLUX_KONTEXT}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (FLUX_KONTEXT, QWEN_IMAGE, QWEN_IMAGE_EDIT, QWEN_IMAGE_EDIT_PLUS)
+}
 
 
 def get_family(name: str) -> Family:
@@ -15,4 +19,4 @@ def get_family(name: str) -> Family:
     return FAMILIES[name]
 
 
-__all__ = ["FAMILIES", "Family", "FluxTransformer2DModel", "get_family"]
+__all__ = ["FAMILIES", "Family", "FluxTransformer2DModel", "QwenImageTransformer2DModel", "get_family"]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qflux.data.encoded import Prompt, TextEmbedding
+from qflux.data.geometry import Transform
 from qflux.ragged.layout import ImageShape, PackedLayout, PaddedLayout, RaggedLayout
 
 
@@ -48,6 +49,20 @@ class ModelInputs:
         return PaddedLayout.of(packed) if self.padded else packed
 
 
+PromptView = Callable[[int, tuple[int, int], Transform], Transform | None]
+"""How the text encoder sees a control: from its index, its own (width, height) and its training transform."""
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a config may leave open."""
+
+    num_inference_steps: int
+    true_cfg_scale: float
+    max_sequence_length: int
+    """Also the most a config may ask for."""
+
+
 @dataclass(frozen=True)
 class Family:
     """Everything the shared code needs to know about a family."""
@@ -59,6 +74,10 @@ class Family:
     """Parts of a checkpoint that text embeddings depend on."""
     image_parts: tuple[str, ...]
     """Parts of a checkpoint that latents depend on."""
+    controls: tuple[int, int | None]
+    """The least and the most controls a sample may have."""
+    prompt_view: PromptView
+    defaults: Defaults
     tiny: Callable[..., Any]
     """`tiny(seed)`: all components, real classes, small and random."""
     load: Callable[[str, Sequence[str], torch.dtype, torch.device], Any]
@@ -67,6 +86,8 @@ class Family:
     """`encoder(components, max_sequence_length)`."""
     velocity: Callable[[nn.Module, ModelInputs], Tensor]
     """`velocity(transformer, inputs)`: `(N, C)`, of which the target rows mean something."""
+    combine: Callable[[Tensor, Tensor, float], Tensor]
+    """`combine(conditional, unconditional, scale)`: true classifier-free guidance on velocities `(n, C)`."""
     blocks: Callable[[nn.Module], Sequence[nn.Module]]
     """The repeated blocks of a transformer: what is compiled and checkpointed."""
     image_channels: int = 64

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from huggingface_hub import snapshot_download
 
-from qflux.data.store import key_of
+from qflux.data.store import key_of, write_json
 from qflux.errors import CheckpointError
 
 WEIGHTS = frozenset({".safetensors", ".bin"})
@@ -42,6 +43,21 @@ def load_part(loader: Any, folder: Path, part: str, dtype: torch.dtype, device: 
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / part} can't be loaded: {error}") from error
     return model.to(device).eval().requires_grad_(False)
+
+
+def save_checkpoint(components: Any, folder: Path, pipeline: str) -> None:
+    """Write components as a checkpoint that diffusers' `pipeline` loads."""
+    index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": diffusers.__version__}
+    for part, component in vars(components).items():
+        if component is None:
+            continue
+        component.save_pretrained(folder / part)
+        # A subclass of qflux's is saved under the name of the class it extends, or nothing else could load it.
+        library = "transformers" if type(component).__module__.startswith("transformers") else "diffusers"
+        index[part] = [library, type(component).__name__]
+        if part == "processor":
+            index[part] = ["transformers", "Qwen2_5_VLProcessor"]
+    write_json(folder / "model_index.json", index)
 
 
 def identity(folder: Path, parts: Sequence[str], hash_of: Any) -> str:

@@ -21,14 +21,20 @@ from qflux.ragged.layout import ImageShape, image_tokens
 from qflux.ragged.patches import pack, token_shape
 from qflux.sampling.sampler import denoise, schedules
 
+OnStep = Callable[[int, int], None]
+
 
 @dataclass(frozen=True)
 class Edit:
-    """One edit to make: control images (the first is the one to edit), a prompt, a seed, and `(height, width)`."""
+    """One edit to make: control images (the first is the one to edit), a prompt, a seed, and `(height, width)`.
+
+    A negative prompt switches true classifier-free guidance on.
+    """
 
     controls: tuple[Image.Image, ...]
     prompt: str
     prompt_2: str | None = None
+    negative_prompt: str | None = None
     seed: int = 0
     size: tuple[int, int] | None = None
 
@@ -36,9 +42,14 @@ class Edit:
 @dataclass(frozen=True)
 class _Prepared:
     noise: Tensor
-    controls: list[Tensor]
+    controls: Tensor
     img_shapes: tuple[ImageShape, ...]
     text: TextEmbedding
+    negative: TextEmbedding | None
+
+    @property
+    def target(self) -> ImageShape:
+        return self.img_shapes[0]
 
 
 class Predictor:
@@ -48,40 +59,71 @@ class Predictor:
         self._family = family
         self._transformer = components.transformer
         self._scheduler = components.scheduler
-        self._encoder = family.encoder(components, config.model.max_sequence_length)
+        length = config.model.max_sequence_length or family.defaults.max_sequence_length
+        self._encoder = family.encoder(components, length)
         self._processor = ImageProcessor(config.data.processor)
-
-    @torch.no_grad()
-    def latents(
-        self, edits: Sequence[Edit], steps: int, guidance: float, on_step: Callable[[int, int], None] | None = None
-    ) -> list[tuple[Tensor, ImageShape]]:
-        """Denoised tokens of every edit, with their shapes."""
-        prepared = [self._prepare(edit) for edit in edits]
-        shapes = [item.img_shapes for item in prepared]
-        targets = [image_tokens(item.img_shapes[:1]) for item in prepared]
-        controls = [image_tokens(item.img_shapes[1:]) for item in prepared]
-        noise = torch.cat([item.noise for item in prepared])
-        fixed = torch.cat([tokens for item in prepared for tokens in item.controls] or [noise[:0]])
-        images = Interleave.build(targets, controls, noise.device)
-
-        def velocity(latents: Tensor, sigma: Tensor) -> Tensor:
-            inputs = ModelInputs(images.join(latents, fixed), shapes, [item.text for item in prepared], sigma, guidance)
-            return images.split(self._family.velocity(self._transformer, inputs))[0]
-
-        sigmas, told = schedules(self._scheduler, targets, steps, noise.device)
-        final = denoise(velocity, noise, images.first_sample, sigmas, told, on_step)
-        return list(zip(final.split(targets), (item.img_shapes[0] for item in prepared), strict=True))
+        self._settings = config.predict
 
     def __call__(
-        self, edits: Sequence[Edit], steps: int, guidance: float, on_step: Callable[[int, int], None] | None = None
+        self,
+        edits: Sequence[Edit],
+        steps: int | None = None,
+        guidance: float | None = None,
+        on_step: OnStep | None = None,
     ) -> list[Image.Image]:
-        """The edited images."""
+        """The edited images; steps and guidance are the config's unless given."""
         results = self.latents(edits, steps, guidance, on_step)
         return [to_image(self._encoder.decode_image(tokens, shape)) for tokens, shape in results]
 
+    @torch.no_grad()
+    def latents(
+        self,
+        edits: Sequence[Edit],
+        steps: int | None = None,
+        guidance: float | None = None,
+        on_step: OnStep | None = None,
+    ) -> list[tuple[Tensor, ImageShape]]:
+        """Denoised tokens of every edit, with their shapes."""
+        settings, defaults = self._settings, self._family.defaults
+        prepared = [self._prepare(edit) for edit in edits]
+        targets = [image_tokens([item.target]) for item in prepared]
+        noise = torch.cat([item.noise for item in prepared])
+        sample = Interleave.build(targets, [0] * len(targets), noise.device).first_sample
+        velocity = self._velocity(prepared, targets, settings.guidance_scale if guidance is None else guidance)
+        count = steps or settings.num_inference_steps or defaults.num_inference_steps
+        sigmas, told = schedules(self._scheduler, targets, count, noise.device)
+        final = denoise(velocity, noise, sample, sigmas, told, on_step)
+        return [(tokens, item.target) for tokens, item in zip(final.split(targets), prepared, strict=True)]
+
+    def _velocity(
+        self, prepared: list[_Prepared], targets: list[int], guidance: float
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """The guided velocity of all edits; conditional and unconditional samples run in one ragged batch."""
+        scale = self._settings.true_cfg_scale
+        scale = self._family.defaults.true_cfg_scale if scale is None else scale
+        guided = [index for index, item in enumerate(prepared) if item.negative is not None and scale > 1]
+        rows = [*range(len(prepared)), *guided]
+        shapes = [prepared[row].img_shapes for row in rows]
+        text = [item.text for item in prepared] + [prepared[row].negative or prepared[row].text for row in guided]
+        controls = torch.cat([prepared[row].controls for row in rows])
+        lengths = [targets[row] for row in rows]
+        images = Interleave.build(lengths, [len(prepared[row].controls) for row in rows], controls.device)
+
+        def velocity(latents: Tensor, sigma: Tensor) -> Tensor:
+            parts = latents.split(targets)
+            noisy = torch.cat([parts[row] for row in rows])
+            inputs = ModelInputs(images.join(noisy, controls), shapes, text, sigma[rows], guidance)
+            predicted = list(images.split(self._family.velocity(self._transformer, inputs))[0].split(lengths))
+            for place, row in enumerate(guided):
+                predicted[row] = self._family.combine(predicted[row], predicted[len(prepared) + place], scale)
+            return torch.cat(predicted[: len(prepared)])
+
+        return velocity
+
     def _prepare(self, edit: Edit) -> _Prepared:
         device, dtype = self._transformer.device, self._transformer.dtype
-        controls, shapes = [], []
+        self._check_count(edit)
+        controls, shapes, seen = [], [], []
         for index, image in enumerate(map(to_rgb, edit.controls)):
             name = f"control image {index + 1}"
             if index == 0:
@@ -90,13 +132,30 @@ class Predictor:
                 transform = self._processor.control(index - 1, image.width, image.height, name)
             controls.append(self._encoder.encode_image(to_pixels(transform(image))).to(device))
             shapes.append(token_shape(*transform.size))
+            view = self._family.prompt_view(index, image.size, transform)
+            seen += [view(image)] if view else []
         target = token_shape(*_checked(edit.size)) if edit.size else (shapes or [self._default_shape()])[0]
         _, rows, columns = target
         generator = torch.Generator().manual_seed(edit.seed)
         channels = self._family.image_channels // 4
-        noise = torch.randn(channels, 2 * rows, 2 * columns, generator=generator, dtype=dtype)
-        text = self._encoder.encode_text([Prompt(edit.prompt, edit.prompt_2)])[0]
-        return _Prepared(pack(noise).to(device), controls, (target, *shapes), text)
+        noise = pack(torch.randn(channels, 2 * rows, 2 * columns, generator=generator, dtype=dtype)).to(device)
+        prompts = [Prompt(edit.prompt, edit.prompt_2, tuple(seen))]
+        if edit.negative_prompt is not None:
+            prompts.append(Prompt(edit.negative_prompt, images=tuple(seen)))
+        text, *negative = self._encoder.encode_text(prompts)
+        return _Prepared(
+            noise=noise,
+            controls=torch.cat(controls or [noise[:0]]),
+            img_shapes=(target, *shapes),
+            text=text,
+            negative=negative[0] if negative else None,
+        )
+
+    def _check_count(self, edit: Edit) -> None:
+        least, most = self._family.controls
+        if len(edit.controls) < least or (most is not None and len(edit.controls) > most):
+            allowed = f"{least}" if least == most else f"{least} or more"
+            raise DataError(f"{len(edit.controls)} control images given; {self._family.name} takes {allowed}")
 
     def _default_shape(self) -> ImageShape:
         """Without an image to edit and without a size: a square of the configured area."""

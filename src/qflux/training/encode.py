@@ -30,6 +30,8 @@ class PlannedSample:
     example: EditExample
     transforms: tuple[Transform, ...]
     """One per image, target first."""
+    views: tuple[Transform | None, ...]
+    """One per control: how the text encoder sees it, if it does."""
     keys: SampleKeys
 
 
@@ -51,6 +53,7 @@ class SamplePlanner:
 
     def __init__(self, config: Config, family: Family, cache: EmbeddingCacheManager) -> None:
         self._config = config
+        self._family = family
         self._cache = cache
         self._processor = ImageProcessor(config.data.processor)
         self.skipped: list[str] = []
@@ -78,26 +81,37 @@ class SamplePlanner:
         return sorted(planned, key=lambda sample: sample.keys.id)
 
     def _plan_one(self, example: EditExample) -> PlannedSample:
+        least, most = self._family.controls
+        if len(example.controls) < least or (most is not None and len(example.controls) > most):
+            allowed = f"{least}" if least == most else f"{least} or more"
+            raise DataError(
+                f"{example.target}: {len(example.controls)} control images; {self._family.name} takes {allowed}"
+            )
         target_size = image_size(example.target)
         target = self._processor.target(*target_size, name=str(example.target))
-        transforms = [target]
+        transforms, views = [target], []
         for index, control in enumerate(example.controls):
-            width, height = image_size(control)
-            transforms.append(target if index == 0 else self._processor.control(index - 1, width, height, str(control)))
+            size = image_size(control)
+            transforms.append(target if index == 0 else self._processor.control(index - 1, *size, str(control)))
+            views.append(self._family.prompt_view(index, size, transforms[-1]))
         if example.mask and image_size(example.mask) != target_size:
             sizes = " and ".join("{}x{}".format(*image_size(path)) for path in (example.mask, example.target))
             raise DataError(f"{example.mask}: the mask and its target differ in size: {sizes}")
-        return PlannedSample(example, tuple(transforms), self._keys(example, transforms))
+        return PlannedSample(example, tuple(transforms), tuple(views), self._keys(example, transforms, views))
 
-    def _keys(self, example: EditExample, transforms: list[Transform]) -> SampleKeys:
+    def _keys(
+        self, example: EditExample, transforms: list[Transform], views: list[Transform | None]
+    ) -> SampleKeys:
         hash_of, dtype = self._cache.hash_of, self._config.model.dtype
         images = (example.target, *example.controls)
         content = [hash_of(path) for path in images]
         mask = hash_of(example.mask) if example.mask else None
-        length = self._config.model.max_sequence_length
+        length = self._config.model.max_sequence_length or self._family.defaults.max_sequence_length
+        seen = [(digest, view.key) for digest, view in zip(content[1:], views, strict=True) if view]
+        prompt = (self._family.name, example.prompt, seen, length)
         return SampleKeys(
             id=key_of("id", content, example.prompt, mask),
-            text=key_of("text", VERSION, example.prompt, length, self._text_identity, dtype),
+            text=key_of("text", VERSION, prompt, self._text_identity, dtype),
             images=tuple(
                 key_of("image", VERSION, digest, transform.key, self._image_identity, dtype)
                 for digest, transform in zip(content, transforms, strict=True)
@@ -144,7 +158,9 @@ def _entries(sample: PlannedSample, encoder: Encoder) -> list[tuple[str, str, Ca
     example, keys = sample.example, sample.keys
 
     def text() -> Mapping[str, Tensor]:
-        embedding = encoder.encode_text([Prompt(example.prompt)])[0]
+        seen = zip(example.controls, sample.views, strict=True)
+        images = tuple(view(load_rgb(path)) for path, view in seen if view)
+        embedding = encoder.encode_text([Prompt(example.prompt, images=images)])[0]
         return {"tokens": embedding.tokens} | ({} if embedding.pooled is None else {"pooled": embedding.pooled})
 
     def image(path: Path, transform: Transform) -> Mapping[str, Tensor]:

@@ -76,6 +76,12 @@ class Trainer:
         self.device = _device(config.model.device)
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.store = EmbeddingCacheManager(config.cache_dir)
+        self.max_sequence_length = config.model.max_sequence_length or self.family.defaults.max_sequence_length
+        if self.max_sequence_length > self.family.defaults.max_sequence_length:
+            raise ConfigError(
+                f"model.max_sequence_length is {self.max_sequence_length}; "
+                f"{config.family} takes at most {self.family.defaults.max_sequence_length}"
+            )
 
     def cache(self, progress: Progress | None = None) -> CacheReport:
         """Encode every sample that is not in the cache yet."""
@@ -83,7 +89,7 @@ class Trainer:
         planned = planner.plan()
         parts = (*self.family.text_parts, *self.family.image_parts)
         components = self.family.load(self.config.model.pretrained, parts, self.dtype, self.device)
-        encoder = self.family.encoder(components, self.config.model.max_sequence_length)
+        encoder = self.family.encoder(components, self.max_sequence_length)
         report = fill_cache(planned, encoder, self.store, progress)
         report.skipped = planner.skipped
         return report
@@ -183,10 +189,10 @@ class Trainer:
                 f"{len(images)} image lists, {len(prompts)} prompts and {len(seeds)} seeds: one of each per edit"
             )
         edits = [
-            Edit(tuple(controls), prompt, seed=seed, size=size)
+            Edit(tuple(controls), prompt, negative_prompt=settings.negative_prompt, seed=seed, size=size)
             for controls, prompt, seed in zip(images, prompts, seeds, strict=True)
         ]
-        return self.predictor(lora, lora_scale)(edits, settings.num_inference_steps, settings.guidance_scale)
+        return self.predictor(lora, lora_scale)(edits)
 
     def predictor(self, lora: Path | None = None, lora_scale: float = 1.0) -> Predictor:
         """Everything loaded for predictions, with or without a LoRA."""
@@ -237,6 +243,24 @@ class FluxKontextLoraTrainer(Trainer):
     """`Trainer` for FLUX.1 Kontext."""
 
     family_name = "flux-kontext"
+
+
+class QwenImageTrainer(Trainer):
+    """`Trainer` for Qwen-Image."""
+
+    family_name = "qwen-image"
+
+
+class QwenImageEditTrainer(Trainer):
+    """`Trainer` for Qwen-Image-Edit."""
+
+    family_name = "qwen-image-edit"
+
+
+class QwenImageEditPlusTrainer(Trainer):
+    """`Trainer` for Qwen-Image-Edit-Plus."""
+
+    family_name = "qwen-image-edit-plus"
 
 
 def _device(name: str) -> torch.device:

@@ -10,7 +10,7 @@ from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
-from qflux.models.family import Family, ModelInputs
+from qflux.models.family import Defaults, Family, ModelInputs
 from qflux.models.flux_kontext.components import FluxKontextComponents
 from qflux.models.flux_kontext.encoders import FluxKontextEncoder
 from qflux.models.flux_kontext.tiny import tiny
@@ -67,14 +67,22 @@ def blocks(transformer: Any) -> list[nn.Module]:
     return [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
 
 
+def combine(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+    return unconditional + scale * (conditional - unconditional)
+
+
 FLUX_KONTEXT = Family(
     name="flux-kontext",
     pipeline="FluxKontextPipeline",
+    controls=(0, None),
+    prompt_view=lambda index, size, transform: None,
+    defaults=Defaults(num_inference_steps=28, true_cfg_scale=1.0, max_sequence_length=512),
     text_parts=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
     image_parts=("vae",),
     tiny=tiny,
     load=load,
     encoder=FluxKontextEncoder,
     velocity=velocity,
+    combine=combine,
     blocks=blocks,
 )

@@ -69,6 +69,10 @@ class PromptProcessor:
         self.tokenizer = tokenizer
         self.image_processor = image_processor
 
+    def save_pretrained(self, folder: Any) -> None:
+        self.tokenizer.save_pretrained(folder)
+        self.image_processor.save_pretrained(folder)
+
     def __call__(
         self,
         text: Sequence[str],

@@ -1,0 +1,116 @@
+"""Qwen-Image, Qwen-Image-Edit and Qwen-Image-Edit-Plus as families: one model, three ways to show it images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler
+from torch import Tensor, nn
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from qflux.data.geometry import Transform
+from qflux.models.family import Defaults, Family, ModelInputs, PromptView
+from qflux.models.loading import checkpoint_folder, load_part
+from qflux.models.qwen_image.components import QwenImageComponents
+from qflux.models.qwen_image.encoders import QwenImageEncoder
+from qflux.models.qwen_image.prompts import (
+    ONE_IMAGE,
+    PICTURES,
+    TEXT_TO_IMAGE,
+    PromptProcessor,
+    Template,
+    condition_size,
+)
+from qflux.models.qwen_image.tiny import tiny
+from qflux.models.qwen_image.transformer import QwenImageTransformer2DModel
+
+_MODELS: dict[str, Any] = {
+    "transformer": QwenImageTransformer2DModel,
+    "vae": AutoencoderKLQwenImage,
+    "text_encoder": Qwen2_5_VLForConditionalGeneration,
+}
+
+
+def load(pretrained: str, parts: Sequence[str], dtype: torch.dtype, device: torch.device) -> QwenImageComponents:
+    folder = checkpoint_folder(pretrained, parts)
+    components = QwenImageComponents()
+    for part in parts:
+        if part in _MODELS:
+            setattr(components, part, load_part(_MODELS[part], folder, part, dtype, device))
+    if "scheduler" in parts:
+        components.scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder, subfolder="scheduler")
+    if "tokenizer" in parts:
+        components.tokenizer = Qwen2Tokenizer.from_pretrained(folder, subfolder="tokenizer")
+    if "processor" in parts:
+        image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder, subfolder="processor")
+        components.processor = PromptProcessor(components.tokenizer, image_processor)
+    return components
+
+
+def velocity(transformer: Any, inputs: ModelInputs) -> Tensor:
+    """`(N, C)` the transformer's prediction for every image token."""
+    dtype = transformer.dtype
+    return transformer(
+        hidden_states=inputs.images.to(dtype),
+        encoder_hidden_states=torch.cat([item.tokens for item in inputs.text]).to(dtype),
+        timestep=inputs.sigma.to(dtype),
+        img_shapes=inputs.img_shapes,
+        layout=inputs.layout(),
+        return_dict=False,
+    )[0]
+
+
+def combine(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+    """Guidance that keeps the length of each token's conditional velocity."""
+    combined = unconditional + scale * (conditional - unconditional)
+    return combined * (conditional.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
+
+
+def blocks(transformer: Any) -> list[nn.Module]:
+    return list(transformer.transformer_blocks)
+
+
+def _sees_none(index: int, size: tuple[int, int], transform: Transform) -> None:
+    return None
+
+
+def _sees_first(index: int, size: tuple[int, int], transform: Transform) -> Transform | None:
+    """The image to edit, at the size it is trained on."""
+    return transform if index == 0 else None
+
+
+def _sees_all(index: int, size: tuple[int, int], transform: Transform) -> Transform:
+    """Every image, at about 384 x 384 pixels."""
+    return Transform(condition_size(*size), "stretch")
+
+
+def _family(
+    name: str, pipeline: str, template: Template, controls: tuple[int, int | None], view: PromptView
+) -> Family:
+    sees_images = view is not _sees_none
+    return Family(
+        name=name,
+        pipeline=pipeline,
+        text_parts=("text_encoder", "tokenizer", *(["processor"] if sees_images else [])),
+        image_parts=("vae",),
+        controls=controls,
+        prompt_view=view,
+        defaults=Defaults(num_inference_steps=50, true_cfg_scale=4.0, max_sequence_length=1024),
+        tiny=partial(tiny, sees_images=sees_images),
+        load=load,
+        encoder=lambda components, length: QwenImageEncoder(components, length, template),
+        velocity=velocity,
+        combine=combine,
+        blocks=blocks,
+    )
+
+
+QWEN_IMAGE = _family("qwen-image", "QwenImagePipeline", TEXT_TO_IMAGE, (0, 0), _sees_none)
+QWEN_IMAGE_EDIT = _family("qwen-image-edit", "QwenImageEditPipeline", ONE_IMAGE, (1, None), _sees_first)
+QWEN_IMAGE_EDIT_PLUS = _family(
+    "qwen-image-edit-plus", "QwenImageEditPlusPipeline", PICTURES, (0, None), _sees_all
+)
