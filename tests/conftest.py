@@ -15,7 +15,7 @@ import pytest
 from qflux.config import Config, load_config
 from qflux.demo.data import write_data_set
 from qflux.models import get_family
-from qflux.models.flux_kontext.components import save_checkpoint
+from qflux.models.loading import save_checkpoint
 from qflux.training.trainer import Trainer
 
 
@@ -23,7 +23,8 @@ from qflux.training.trainer import Trainer
 def checkpoint(tmp_path_factory) -> Path:
     """A tiny FLUX Kontext checkpoint in diffusers format."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    save_checkpoint(get_family("flux-kontext").tiny(0), folder)
+    family = get_family("flux-kontext")
+    save_checkpoint(family.tiny(0), folder, family.pipeline)
     return folder
 
 

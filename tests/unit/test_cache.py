@@ -8,7 +8,7 @@ from PIL import Image
 from qflux.data.cache import EmbeddingCacheManager
 from qflux.errors import CacheError, DataError
 from qflux.models import get_family
-from qflux.models.flux_kontext.components import save_checkpoint
+from qflux.models.loading import save_checkpoint
 from qflux.training.trainer import Trainer
 
 
@@ -71,7 +71,7 @@ def test_renaming_and_moving_the_data_changes_nothing(project, tmp_path):
 
 def test_other_encoder_weights_are_other_entries(project, tmp_path):
     first = new_entries(project())
-    save_checkpoint(get_family("flux-kontext").tiny(9), tmp_path / "model")
+    save_checkpoint(get_family("flux-kontext").tiny(9), tmp_path / "model", "FluxKontextPipeline")
     masks = 6
     assert new_entries(project(f"model.pretrained={tmp_path / 'model'}")) == first - masks
 

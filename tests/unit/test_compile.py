@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from flux_samples import lora_parameters, models_with_lora, random_sample, run_packed
+from family_samples import Models, lora_parameters, random_sample
 
 
-@pytest.fixture
-def compiled():
+@pytest.fixture(params=["flux-kontext", "qwen-image-edit, zero_cond_t"])
+def compiled(request):
     torch._dynamo.reset()
-    ours, _ = models_with_lora()
-    ours.enable_gradient_checkpointing()
-    eager, _ = models_with_lora()
-    for block in [*ours.transformer_blocks, *ours.single_transformer_blocks]:
+    counters.clear()
+    ours, eager = Models(request.param), Models(request.param)
+    ours.ours.enable_gradient_checkpointing()
+    for block in ours.family.blocks(ours.ours):
         block.compile(dynamic=True, backend="aot_eager")
     yield ours, eager
     torch._dynamo.reset()
@@ -33,10 +33,10 @@ def random_batch(rng: random.Random, size: int):
     ]
 
 
-def step(model, samples):
-    outputs = run_packed(model, samples)
+def step(models, samples):
+    outputs = models.packed(samples)
     loss = sum((output * s.upstream).sum() for output, s in zip(outputs, samples, strict=True))
-    return torch.cat(outputs), torch.cat([g.flatten() for g in torch.autograd.grad(loss, lora_parameters(model))])
+    return torch.cat(outputs), torch.cat([g.flatten() for g in torch.autograd.grad(loss, lora_parameters(models.ours))])
 
 
 def test_compiled_blocks_give_the_same_and_never_recompile_for_sizes(compiled):

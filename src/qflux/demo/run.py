@@ -18,7 +18,7 @@ from qflux.data.store import write_bytes
 from qflux.demo.data import write_data_set
 from qflux.errors import DataError
 from qflux.models import get_family
-from qflux.models.flux_kontext.components import save_checkpoint
+from qflux.models.loading import save_checkpoint
 from qflux.report.pictures import GridRow, SampleTokens, batch_layout, edit_grid
 from qflux.sampling.predict import Edit
 from qflux.training.encode import PlannedSample
@@ -85,7 +85,8 @@ def run_demo(config: Config, progress: DemoProgress) -> DemoSummary:
         write_data_set(data, SAMPLES, config.seed)
         (data / "done").touch()
     if not (model / "model_index.json").exists():
-        save_checkpoint(get_family(config.family).tiny(config.seed), model)
+        family = get_family(config.family)
+        save_checkpoint(family.tiny(config.seed), model, family.pipeline)
 
     trainer = Trainer(config)
     trainer.cache(lambda done, total: progress.update("cache", done, total, "samples"))

@@ -21,7 +21,7 @@ class Padding:
 
     @classmethod
     def of(cls, text: Tensor, image: Tensor, mask: Tensor | None) -> Padding:
-        """From text `(B, P, …)`, image `(B, S, …)` and a joint mask `(B, P + S)`, bool or 0/1, or `None` for all valid."""
+        """From text `(B, P, …)`, image `(B, S, …)` and a joint mask `(B, P + S)`, bool or 0/1; `None` is all valid."""
         batch, text_width, image_width = len(image), text.shape[1], image.shape[1]
         if mask is None:
             mask = image.new_ones(batch, text_width + image_width, dtype=torch.bool)

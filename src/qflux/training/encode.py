@@ -99,9 +99,7 @@ class SamplePlanner:
             raise DataError(f"{example.mask}: the mask and its target differ in size: {sizes}")
         return PlannedSample(example, tuple(transforms), tuple(views), self._keys(example, transforms, views))
 
-    def _keys(
-        self, example: EditExample, transforms: list[Transform], views: list[Transform | None]
-    ) -> SampleKeys:
+    def _keys(self, example: EditExample, transforms: list[Transform], views: list[Transform | None]) -> SampleKeys:
         hash_of, dtype = self._cache.hash_of, self._config.model.dtype
         images = (example.target, *example.controls)
         content = [hash_of(path) for path in images]

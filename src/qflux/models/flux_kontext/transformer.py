@@ -154,7 +154,9 @@ class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
             _check_ids("txt_ids", txt_ids, encoder_hidden_states)
             padding = Padding.of(encoder_hidden_states, hidden_states, attention_mask)
             if padding.is_empty and _shared(img_ids) and _shared(txt_ids):
-                output = stock(hidden_states, encoder_hidden_states, img_ids=_first(img_ids), txt_ids=_first(txt_ids))[0]
+                output = stock(hidden_states, encoder_hidden_states, img_ids=_first(img_ids), txt_ids=_first(txt_ids))[
+                    0
+                ]
                 return Transformer2DModelOutput(sample=output) if return_dict else (output,)
             batch = len(hidden_states)
             img_ids = padding.pack_image(img_ids.expand(batch, -1, -1))

@@ -67,5 +67,7 @@ class QwenImageEncoder:
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of each latent channel, `(C / 4, 1, 1)`."""
         config = self._parts.vae.config
-        mean, std = (torch.tensor(values).to(like)[:, None, None] for values in (config.latents_mean, config.latents_std))
+        mean, std = (
+            torch.tensor(values).to(like)[:, None, None] for values in (config.latents_mean, config.latents_std)
+        )
         return mean, std

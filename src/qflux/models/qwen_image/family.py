@@ -88,9 +88,7 @@ def _sees_all(index: int, size: tuple[int, int], transform: Transform) -> Transf
     return Transform(condition_size(*size), "stretch")
 
 
-def _family(
-    name: str, pipeline: str, template: Template, controls: tuple[int, int | None], view: PromptView
-) -> Family:
+def _family(name: str, pipeline: str, template: Template, controls: tuple[int, int | None], view: PromptView) -> Family:
     sees_images = view is not _sees_none
     return Family(
         name=name,
@@ -111,6 +109,4 @@ def _family(
 
 QWEN_IMAGE = _family("qwen-image", "QwenImagePipeline", TEXT_TO_IMAGE, (0, 0), _sees_none)
 QWEN_IMAGE_EDIT = _family("qwen-image-edit", "QwenImageEditPipeline", ONE_IMAGE, (1, None), _sees_first)
-QWEN_IMAGE_EDIT_PLUS = _family(
-    "qwen-image-edit-plus", "QwenImageEditPlusPipeline", PICTURES, (0, None), _sees_all
-)
+QWEN_IMAGE_EDIT_PLUS = _family("qwen-image-edit-plus", "QwenImageEditPlusPipeline", PICTURES, (0, None), _sees_all)

@@ -98,7 +98,7 @@ def _text_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGenerati
 
 
 def _tokenizer() -> Qwen2Tokenizer:
-    """Byte-level BPE whose merges are learned from the templates, so that they have as many tokens as in the original."""
+    """Byte-level BPE with merges learned from the templates, which so have as many tokens as in the original."""
     words = Tokenizer(BPE())
     words.pre_tokenizer = Sequence(
         [Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]

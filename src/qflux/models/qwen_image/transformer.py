@@ -145,13 +145,11 @@ class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
         padding: Padding | None = None
         text_places: Sequence[Tensor] | None = None
         if layout is None:
-            padding = _padding(
-                encoder_hidden_states, hidden_states, encoder_hidden_states_mask, attention_mask, shapes
-            )
+            padding = _padding(encoder_hidden_states, hidden_states, encoder_hidden_states_mask, attention_mask, shapes)
             if padding.is_empty and image_rotary_emb is None and shapes and all(s == shapes[0] for s in shapes):
-                output = stock(
-                    hidden_states, encoder_hidden_states, encoder_hidden_states_mask, img_shapes=img_shapes
-                )[0]
+                output = stock(hidden_states, encoder_hidden_states, encoder_hidden_states_mask, img_shapes=img_shapes)[
+                    0
+                ]
                 return Transformer2DModelOutput(sample=output) if return_dict else (output,)
             if image_rotary_emb is not None:
                 image_rotary_emb = _pack_rotary(image_rotary_emb, padding)
@@ -260,7 +258,9 @@ def _padding(
             raise ValueError(f"img_shapes has {len(shapes)} samples, hidden_states {len(image)}.")
         lengths = torch.tensor([image_tokens(sample) for sample in shapes], device=image.device)
         if int(lengths.max()) > image.shape[1]:
-            raise ValueError(f"img_shapes asks for {int(lengths.max())} image tokens, hidden_states has {image.shape[1]}.")
+            raise ValueError(
+                f"img_shapes asks for {int(lengths.max())} image tokens, hidden_states has {image.shape[1]}."
+            )
         from_shapes = torch.arange(image.shape[1], device=image.device)[None] < lengths[:, None]
         if mask is not None and not torch.equal(from_shapes, image_valid):
             raise ValueError("attention_mask and img_shapes disagree about which image tokens are valid.")

@@ -1,0 +1,224 @@
+"""Random samples for every family, and what stock diffusers makes of each one alone: the reference of all parity tests.
+
+A new family gets the whole contract of `parity/test_family_parity.py` by adding a `Reference` here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import diffusers
+import torch
+from peft import LoraConfig
+from torch import Tensor
+
+from qflux.data.encoded import TextEmbedding
+from qflux.models import get_family
+from qflux.models.family import ModelInputs
+from qflux.models.qwen_image.transformer import QwenImageTransformer2DModel
+from qflux.ragged.layout import ImageShape
+from qflux.ragged.rope import image_ids
+
+TEXT_WIDTH, POOLED_WIDTH, CHANNELS, GUIDANCE = 32, 24, 64, 3.5
+
+
+@dataclass(frozen=True)
+class Sample:
+    shapes: tuple[ImageShape, ...]
+    image: Tensor
+    text: Tensor
+    pooled: Tensor
+    sigma: Tensor
+    upstream: Tensor
+    """The gradient that arrives at this sample's output."""
+
+    def to(self, dtype: torch.dtype) -> Sample:
+        names = ("image", "text", "pooled", "sigma", "upstream")
+        return replace(self, **{name: getattr(self, name).to(dtype) for name in names})
+
+
+def random_sample(shapes: Sequence[tuple[int, int]], generator: torch.Generator, text_length: int = 7) -> Sample:
+    tokens = sum(rows * columns for rows, columns in shapes)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator)
+
+    return Sample(
+        shapes=tuple((1, rows, columns) for rows, columns in shapes),
+        image=normal(tokens, CHANNELS),
+        text=normal(text_length, TEXT_WIDTH),
+        pooled=normal(POOLED_WIDTH),
+        sigma=torch.rand((), generator=generator),
+        upstream=normal(tokens, CHANNELS),
+    )
+
+
+@dataclass
+class PaddedBatch:
+    """Samples in the padded calling convention, with `fill` in every padding place."""
+
+    samples: Sequence[Sample]
+    image: Tensor
+    text: Tensor
+    img_ids: Tensor
+    text_mask: Tensor
+    image_mask: Tensor
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], fill: float) -> PaddedBatch:
+        count = len(samples)
+        width, text_width = max(len(s.image) for s in samples), max(len(s.text) for s in samples)
+        batch = cls(
+            samples=samples,
+            image=torch.full((count, width, CHANNELS), fill),
+            text=torch.full((count, text_width, TEXT_WIDTH), fill),
+            img_ids=torch.full((count, width, 3), fill),
+            text_mask=torch.zeros(count, text_width, dtype=torch.bool),
+            image_mask=torch.zeros(count, width, dtype=torch.bool),
+        )
+        for row, sample in enumerate(samples):
+            batch.image[row, : len(sample.image)] = sample.image
+            batch.text[row, : len(sample.text)] = sample.text
+            batch.img_ids[row, : len(sample.image)] = image_ids([sample.shapes])
+            batch.text_mask[row, : len(sample.text)] = True
+            batch.image_mask[row, : len(sample.image)] = True
+        return batch
+
+    @property
+    def mask(self) -> Tensor:
+        return torch.cat([self.text_mask, self.image_mask], dim=1)
+
+    def first(self) -> PaddedBatch:
+        parts = (self.image, self.text, self.img_ids, self.text_mask, self.image_mask)
+        return PaddedBatch(self.samples[:1], *(part[:1] for part in parts))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the contract needs to know about a family besides the `Family` itself."""
+
+    family: str
+    stock: Any
+    """diffusers' own transformer class."""
+    alone: Callable[[Any, Sample], dict[str, Any]]
+    """Arguments for diffusers' forward on one sample."""
+    padded: Callable[[PaddedBatch], dict[str, Any]]
+    """Arguments for qflux's forward in the padded convention, without masks."""
+    build: Callable[[int], Any] | None = None
+    """Builds qflux's transformer, where it is not that of `tiny`."""
+
+
+def _flux_alone(sample: Sample) -> dict[str, Any]:
+    return {
+        "hidden_states": sample.image[None],
+        "encoder_hidden_states": sample.text[None],
+        "pooled_projections": sample.pooled[None],
+        "timestep": sample.sigma[None],
+        "img_ids": image_ids([sample.shapes]),
+        "txt_ids": torch.zeros(len(sample.text), 3),
+        "guidance": torch.full((1,), GUIDANCE),
+    }
+
+
+def _flux_padded(batch: PaddedBatch) -> dict[str, Any]:
+    return {
+        "hidden_states": batch.image,
+        "encoder_hidden_states": batch.text,
+        "pooled_projections": torch.stack([s.pooled for s in batch.samples]),
+        "timestep": torch.stack([s.sigma for s in batch.samples]),
+        "img_ids": batch.img_ids,
+        "txt_ids": torch.zeros(batch.text.shape[1], 3),
+        "guidance": torch.full((len(batch.samples),), GUIDANCE),
+    }
+
+
+def _qwen_alone(sample: Sample) -> dict[str, Any]:
+    return {
+        "hidden_states": sample.image[None],
+        "encoder_hidden_states": sample.text[None],
+        "timestep": sample.sigma[None],
+        "img_shapes": [list(sample.shapes)],
+    }
+
+
+def _qwen_padded(batch: PaddedBatch) -> dict[str, Any]:
+    return {
+        "hidden_states": batch.image,
+        "encoder_hidden_states": batch.text,
+        "timestep": torch.stack([s.sigma for s in batch.samples]),
+        "img_shapes": [list(s.shapes) for s in batch.samples],
+    }
+
+
+def _qwen(family: str, build: Any = None) -> Reference:
+    return Reference(family, diffusers.QwenImageTransformer2DModel, _qwen_alone, _qwen_padded, build)
+
+
+def _zero_cond_t(seed: int) -> QwenImageTransformer2DModel:
+    config = get_family("qwen-image-edit").tiny(seed).transformer.config
+    torch.manual_seed(seed)
+    return QwenImageTransformer2DModel.from_config({**config, "zero_cond_t": True})
+
+
+REFERENCES = {
+    "flux-kontext": Reference("flux-kontext", diffusers.FluxTransformer2DModel, _flux_alone, _flux_padded),
+    "qwen-image": _qwen("qwen-image"),
+    "qwen-image-edit": _qwen("qwen-image-edit"),
+    "qwen-image-edit-plus": _qwen("qwen-image-edit-plus"),
+    "qwen-image-edit, zero_cond_t": _qwen("qwen-image-edit", _zero_cond_t),
+}
+
+
+class Models:
+    """qflux's transformer and diffusers' own with the same weights and the same nonzero LoRA."""
+
+    def __init__(self, name: str, seed: int = 0) -> None:
+        self.reference = REFERENCES[name]
+        self.family = get_family(self.reference.family)
+        build = self.reference.build or (lambda s: self.family.tiny(s).transformer)
+        self.ours = build(seed)
+        self.stock = self.reference.stock.from_config(self.ours.config)
+        self.stock.load_state_dict(self.ours.state_dict())
+        for model in (self.ours, self.stock):
+            model.train().requires_grad_(False)
+            model.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+            torch.manual_seed(seed + 1)
+            for parameter in lora_parameters(model):
+                torch.nn.init.normal_(parameter, std=0.2)
+
+    def to(self, dtype: torch.dtype) -> Models:
+        self.ours.to(dtype)
+        self.stock.to(dtype)
+        return self
+
+    def alone(self, sample: Sample) -> Tensor:
+        """One sample through stock diffusers: `(tokens, channels)`."""
+        return self.stock(**self.reference.alone(sample), return_dict=False)[0][0]
+
+    def packed(self, samples: Sequence[Sample], padded: bool = False) -> tuple[Tensor, ...]:
+        """Samples as one ragged batch, as training runs them; one output per sample."""
+        inputs = ModelInputs(
+            images=torch.cat([s.image for s in samples]),
+            img_shapes=[s.shapes for s in samples],
+            text=[TextEmbedding(s.text, s.pooled) for s in samples],
+            sigma=torch.stack([s.sigma for s in samples]),
+            guidance=GUIDANCE,
+            padded=padded,
+        )
+        return self.family.velocity(self.ours, inputs).split([len(s.image) for s in samples])
+
+    def padded(self, batch: PaddedBatch, **changes: Any) -> Tensor:
+        """Samples in the padded calling convention: `(B, S, channels)`."""
+        return self.ours(**{**self.reference.padded(batch), **changes}, return_dict=False)[0]
+
+
+def lora_parameters(model: Any) -> list[Tensor]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def lora_gradient(model: Any, output: Tensor, upstream: Tensor) -> Tensor:
+    """All LoRA gradients as one vector."""
+    gradients = torch.autograd.grad(output, lora_parameters(model), upstream, retain_graph=True)
+    return torch.cat([gradient.flatten() for gradient in gradients])

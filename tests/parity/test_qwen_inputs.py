@@ -1,0 +1,93 @@
+"""What only Qwen's forward takes: shapes instead of a mask, a text mask, precomputed positions, t for controls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_family_parity import CASES, assert_equal_to_alone, samples_of, valid_rows
+
+from family_samples import Models, PaddedBatch
+from qflux.models import QwenImageTransformer2DModel, get_family
+
+IMAGES = [[(3, 4)], [(2, 5), (3, 3)], [(4, 2), (2, 2), (1, 7), (3, 3)]]
+
+
+@pytest.fixture(scope="module")
+def models() -> Models:
+    return Models("qwen-image-edit-plus")
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int64])
+def test_shapes_and_a_text_mask_say_what_is_valid(models, dtype):
+    samples = samples_of(IMAGES, text=[4, 9, 1])
+    batch = PaddedBatch.of(samples, fill=float("nan"))
+    output = models.padded(batch, encoder_hidden_states_mask=batch.text_mask.to(dtype))
+    assert_equal_to_alone(models, samples, valid_rows(output, samples))
+
+
+def test_precomputed_positions_replace_the_shapes(models):
+    samples = samples_of(IMAGES, text=[4, 9, 1])
+    batch = PaddedBatch.of(samples, fill=float("nan"))
+    half = models.ours.config.attention_head_dim // 2
+    image = torch.full((*batch.image.shape[:2], half), float("nan"), dtype=torch.complex64)
+    text = torch.full((*batch.text.shape[:2], half), float("nan"), dtype=torch.complex64)
+    for row, sample in enumerate(samples):
+        turns = models.stock.pos_embed([list(sample.shapes)], max_txt_seq_len=len(sample.text), device=image.device)
+        image[row, : len(sample.image)], text[row, : len(sample.text)] = turns
+    output = models.padded(batch, img_shapes=None, image_rotary_emb=(image, text), attention_mask=batch.mask)
+    assert_equal_to_alone(models, samples, valid_rows(output, samples))
+
+
+def test_a_text_with_a_hole_keeps_the_positions_of_its_tokens(models):
+    """diffusers masks holes and leaves the other tokens where they are."""
+    (sample,) = samples_of([[(3, 4)]])
+    mask = torch.ones(1, 7, dtype=torch.bool)
+    mask[0, 2] = False
+    arguments = models.reference.alone(sample)
+    expected = models.stock(**arguments, encoder_hidden_states_mask=mask).sample
+    output = models.ours(**arguments, encoder_hidden_states_mask=mask).sample
+    assert (output - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("zero_cond_t", [False, True])
+def test_the_additional_condition_is_per_sample(zero_cond_t):
+    models = Models("qwen-image-edit, zero_cond_t" if zero_cond_t else "qwen-image-edit")
+    torch.manual_seed(0)
+    ours = QwenImageTransformer2DModel.from_config({**models.ours.config, "use_additional_t_cond": True})
+    stock = models.reference.stock.from_config(ours.config)
+    stock.load_state_dict(ours.state_dict())
+    samples = samples_of(CASES["control unlike target"])
+    batch = PaddedBatch.of(samples, fill=float("nan"))
+    condition = torch.tensor([0, 1, 0])
+    output = ours(**models.reference.padded(batch), additional_t_cond=condition, attention_mask=batch.mask).sample
+    for row, sample in enumerate(samples):
+        expected = stock(**models.reference.alone(sample), additional_t_cond=condition[row : row + 1]).sample[0]
+        assert (output[row, : len(sample.image)] - expected).abs().max() <= 1e-5
+
+
+def test_with_zero_cond_t_controls_do_not_feel_the_timestep():
+    """The variant differs from the plain model exactly because controls get t = 0."""
+    models = Models("qwen-image-edit, zero_cond_t")
+    (sample,) = samples_of([[(3, 4), (2, 2)]])
+    plain = get_family("qwen-image-edit").tiny(0).transformer
+    torch.manual_seed(0)
+    plain = QwenImageTransformer2DModel.from_config({**models.ours.config, "zero_cond_t": False})
+    with torch.no_grad():
+        assert (models.alone(sample) - plain(**models.reference.alone(sample)).sample[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"img_shapes": [[(1, 3, 4)]]}, "img_shapes has 1 samples"),
+        ({"img_shapes": [[(1, 9, 9)], [(1, 2, 2)]]}, "asks for 81 image tokens"),
+        ({"img_shapes": [[(1, 3, 3)], [(1, 2, 2)]]}, "disagree"),
+        ({"encoder_hidden_states_mask": torch.ones(2, 3)}, "encoder_hidden_states_mask has shape"),
+        ({"img_shapes": None}, "img_shapes is needed"),
+        ({"guidance": torch.ones(2)}, "no guidance"),
+    ],
+)
+def test_impossible_inputs_are_named(models, change, message):
+    batch = PaddedBatch.of(samples_of([[(3, 4)], [(2, 2)]]), fill=0.0)
+    with pytest.raises(ValueError, match=message):
+        models.padded(batch, **{"attention_mask": batch.mask, **change})
