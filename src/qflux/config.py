@@ -58,7 +58,9 @@ class Candidates(Section):
 
     preset: Literal["kontext"] | None = Field(default=None, description="the 17 sizes FLUX Kontext was trained on")
     target: list[Area] = []
-    controls: list[list[Area]] = Field(default=[], description="list i is for `<base>_control_{i+1}`")
+    controls: list[Annotated[list[Area], Field(min_length=1)]] = Field(
+        default=[], description="list i is for `<base>_control_{i+1}`"
+    )
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Candidates:
@@ -96,6 +98,10 @@ class ProcessorSettings(Section):
         order = [name for name in ("target_size", "multi_resolutions", "target_pixels") if getattr(self, name)]
         if len(order) > 1:
             logger.warning("data.processor: %s is set, so %s is not used.", order[0], " and ".join(order[1:]))
+        if self.controls_size and self.controls_pixels:
+            logger.warning(
+                "data.processor: controls_size is set, so controls_pixels is used for further controls only."
+            )
         return self
 
 
@@ -157,6 +163,12 @@ class TrainSettings(Section):
     checkpoint_every: int = Field(default=250, ge=1, description="optimizer steps")
     keep_checkpoints: int = Field(default=2, ge=1)
 
+    @model_validator(mode="after")
+    def _warmup_needs_a_schedule(self) -> TrainSettings:
+        if self.lr_warmup_steps and self.lr_scheduler == "constant":
+            raise ValueError("lr_warmup_steps has no effect on lr_scheduler constant; use constant_with_warmup")
+        return self
+
 
 class MaskLossSettings(Section):
     foreground_weight: float = Field(default=2.0, ge=0)
@@ -201,7 +213,9 @@ class Config(Section):
 
     family: Literal["flux-kontext", "qwen-image", "qwen-image-edit", "qwen-image-edit-plus"] = "flux-kontext"
     output_dir: Path = Field(default=Path("runs"), strict=False)
-    run_name: str = Field(default="run", pattern=r"^[\w.-]+$")
+    run_name: str = Field(
+        default="run", pattern=r"^[\w][\w.-]*$", description="a folder of output_dir; `cache` is taken"
+    )
     seed: int = Field(default=0, ge=0)
     model: ModelSettings
     data: DataSettings
@@ -211,6 +225,12 @@ class Config(Section):
     train: TrainSettings = TrainSettings()
     loss: LossSettings = LossSettings()
     predict: PredictSettings = PredictSettings()
+
+    @model_validator(mode="after")
+    def _cache_is_no_run(self) -> Config:
+        if self.run_name == "cache" and self.cache.path is None:
+            raise ValueError("run_name: cache is the folder of the embedding cache; choose another name")
+        return self
 
     @property
     def run_dir(self) -> Path:
@@ -241,16 +261,21 @@ def _parse(text: str) -> Any:
 def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """A validated config from a YAML file or a mapping, with `path.to.key=value` overrides applied."""
     values = _read(Path(source)) if isinstance(source, str | Path) else _copy(source)
-    _unwrap(values, ("data",), ("ImageDataset", "ImageEditDataset"))
-    _unwrap(values, ("data", "processor"), ("ImageProcessor",))
+    unwrapping = [
+        *_unwrap(values, ("data",), ("ImageDataset", "ImageEditDataset")),
+        *_unwrap(values, ("data", "processor"), ("ImageProcessor",)),
+    ]
     for override in overrides:
         _override(values, override)
+    problems = unwrapping
     try:
-        return Config.model_validate(values)
+        config = Config.model_validate(values)
     except ValidationError as error:
-        problems = list(dict.fromkeys(_explain(problem) for problem in error.errors()))
+        problems = [*unwrapping, *dict.fromkeys(_explain(problem) for problem in error.errors())]
+    if problems:
         name = f" {source}" if isinstance(source, str | Path) else ""
-        raise collected(ConfigError, f"the configuration{name} is not valid", problems) from None
+        raise collected(ConfigError, f"the configuration{name} is not valid", problems)
+    return config
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -271,25 +296,27 @@ def _copy(value: Any) -> Any:
     return [_copy(item) for item in value] if isinstance(value, list) else value
 
 
-def _unwrap(values: dict[str, Any], path: tuple[str, ...], classes: tuple[str, ...]) -> None:
-    """Lift `init_args` of the section at `path` into the section; its `class_path` must name what it becomes here."""
+def _unwrap(values: dict[str, Any], path: tuple[str, ...], classes: tuple[str, ...]) -> list[str]:
+    """Lift `init_args` of the section at `path` into the section; its `class_path` must name what it becomes here.
+
+    Returns what is wrong with it.
+    """
     node: Any = values
     for key in path[:-1]:
         node = node.get(key) if isinstance(node, dict) else None
     section = node.get(path[-1]) if isinstance(node, dict) else None
     if not isinstance(section, dict):
-        return
+        return []
+    name, problems = ".".join(path), []
     class_path = section.pop("class_path", None)
     if class_path is not None and str(class_path).rsplit(".", 1)[-1] not in classes:
-        raise ConfigError(
-            f"{'.'.join(path)}.class_path is {class_path!r}, which qflux does not have",
-            f"remove it, or use a class named {' or '.join(classes)}.",
-        )
-    inner = section.pop("init_args", None)
-    for key, value in (inner or {}).items():
-        if key in section:
-            raise ConfigError(f"{'.'.join(path)}.{key} is set both directly and under init_args", "keep one of them.")
-        section[key] = value
+        problems.append(f"{name}.class_path: {class_path!r} is not in qflux; remove it, or use {' or '.join(classes)}")
+    inner = section.pop("init_args", None) or {}
+    if not isinstance(inner, dict):
+        return [*problems, f"{name}.init_args: {inner!r} is not right: a mapping is required"]
+    problems += [f"{name}.{key}: set both directly and under init_args" for key in inner if key in section]
+    section.update(inner)
+    return problems
 
 
 def _override(values: dict[str, Any], override: str) -> None:
@@ -325,7 +352,7 @@ def _explain(problem: Any) -> str:
 
 def _is_union_tag(part: Any) -> bool:
     """pydantic names the alternative of a union in the path; a user never wrote that."""
-    return isinstance(part, str) and bool(re.search(r"\[|^(int|function)", part))
+    return isinstance(part, str) and bool(re.search(r"\[|^int$|^function-", part))
 
 
 def _known_keys(parents: Iterable[str]) -> list[str]:

@@ -82,3 +82,11 @@ def test_a_checkpoint_holds_no_pickle(tmp_path):
 
 def test_nothing_to_resume_is_step_zero(tmp_path):
     assert Checkpoints(tmp_path / "none", {}, keep=1).resume(fresh_state()) == 0
+
+
+def test_a_damaged_later_checkpoint_does_not_push_out_the_one_just_saved(tmp_path):
+    (tmp_path / "step-00000099").mkdir(parents=True)
+    checkpoints = Checkpoints(tmp_path, {}, keep=1)
+    for step in (1, 2):
+        checkpoints.save(step, fresh_state())
+        assert checkpoints.resume(fresh_state()) == step

@@ -74,7 +74,7 @@ def test_a_class_that_qflux_does_not_have_is_refused():
 
 
 def test_a_key_both_inside_and_outside_init_args_is_refused():
-    with pytest.raises(ConfigError, match=r"data\.path is set both"):
+    with pytest.raises(ConfigError, match=r"data\.path: set both"):
         load_config({**MINIMAL, "data": {"path": "d", "init_args": {"path": "e"}}})
 
 

@@ -2,7 +2,7 @@
 
     entries/<kind>/<key>.safetensors   one prompt, one image, or one mask; shared by all samples that use it
     samples/<key>.json                 which entries make a sample, and its shapes: written last, so it means complete
-    files.json                         hashes of source files, remembered by path, size and time
+    files.json                         hashes of source files, remembered while size, times and inode stay
 
 An entry's key is a hash of the source's bytes, the transform, the encoder and the dtype. Changing one of them is a
 miss; there is no such thing as a stale entry.
@@ -104,15 +104,17 @@ class EmbeddingCacheManager:
         )
 
     def hash_of(self, path: Path) -> str:
-        """The hash of a source file, remembered while its size and time stay the same."""
+        """The hash of a source file, remembered while nothing about it changes."""
         if self._hashes is None:
             self._hashes = self._read_hashes()
         status = path.stat()
         known = self._hashes.get(str(path.resolve()))
-        if known and known[:2] == [status.st_size, status.st_mtime_ns]:
-            return str(known[2])
+        # The change time moves even when a tool restores the modification time of a replaced file.
+        signs = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        if known and known[:-1] == signs:
+            return str(known[-1])
         digest = file_hash(path)
-        self._hashes[str(path.resolve())] = [status.st_size, status.st_mtime_ns, digest]
+        self._hashes[str(path.resolve())] = [*signs, digest]
         return digest
 
     def remember_hashes(self) -> None:

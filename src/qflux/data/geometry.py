@@ -46,6 +46,11 @@ class Transform:
         height, width = self.size
         return f"{self.fit}:{height}x{width}:lanczos"
 
+    def crops(self, width: int, height: int) -> bool:
+        """More than the remainder of one step is cut off an image of this size."""
+        rows, columns = (side / STEP for side in self.size)
+        return self.fit == "crop" and abs(columns - rows * width / height) >= 1 <= abs(rows - columns * height / width)
+
     def __call__(self, image: Image.Image, fill: str = "white") -> Image.Image:
         height, width = self.size
         if image.size == (width, height):
@@ -77,7 +82,7 @@ class ImageProcessor:
     def target(self, width: int, height: int, name: str = "image") -> Transform:
         """The transform of a target of this size, shared by its mask and its first control."""
         settings = self.settings
-        self._check_aspect(width, height, name)
+        self.check_aspect(width, height, name)
         if settings.target_size:
             return Transform(settings.target_size, self._fit)
         candidates = settings.multi_resolutions
@@ -89,11 +94,12 @@ class ImageProcessor:
     def control(self, index: int, width: int, height: int, name: str = "control") -> Transform:
         """The transform of further control `index` (0 for `<base>_control_1`), sized on its own."""
         settings = self.settings
-        self._check_aspect(width, height, name)
+        self.check_aspect(width, height, name)
         if settings.controls_size and index < len(settings.controls_size):
             return Transform(settings.controls_size[index], self._fit)
-        if settings.multi_resolutions and index < len(settings.multi_resolutions.controls):
-            return Transform(best_size(settings.multi_resolutions.controls[index], width, height), self._fit)
+        candidates = None if settings.target_size else settings.multi_resolutions
+        if candidates and index < len(candidates.controls):
+            return Transform(best_size(candidates.controls[index], width, height), self._fit)
         pixels = settings.controls_pixels
         if isinstance(pixels, list):
             pixels = pixels[index] if index < len(pixels) else None
@@ -101,7 +107,8 @@ class ImageProcessor:
             return Transform(best_size([pixels], width, height), self._fit)
         return self.target(width, height, name)
 
-    def _check_aspect(self, width: int, height: int, name: str) -> None:
+    def check_aspect(self, width: int, height: int, name: str) -> None:
+        """An error if the image is longer than `max_aspect_ratio` allows."""
         ratio = max(width / height, height / width)
         if ratio > self.settings.max_aspect_ratio:
             raise ExtremeAspectError(

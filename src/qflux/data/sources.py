@@ -49,6 +49,8 @@ def read_folder(root: Path) -> list[EditExample]:
     problems: list[str] = []
     listed = _by_stem(targets_dir, problems)
     beside = _by_stem(controls_dir, problems) if controls_dir.is_dir() else {}
+    if not controls_dir.is_dir():
+        logger.warning("there is no folder %s: the samples have no control images", controls_dir)
     targets = {stem: path for stem, path in listed.items() if _mask_base(stem, listed) is None}
     masks = _masks(targets, [*listed.values(), *beside.values()], problems)
     controls = _controls(targets, beside, problems)
@@ -74,16 +76,18 @@ def _files(folder: Path) -> Iterable[Path]:
 def _by_stem(folder: Path, problems: list[str]) -> dict[str, Path]:
     """Images by file name without suffix; two images of one name are ambiguous."""
     images: dict[str, Path] = {}
-    ignored = []
+    ignored = [f"{path.name}/" for path in sorted(folder.iterdir()) if path.is_dir()]
     for file in _files(folder):
         if file.suffix.lower() not in SUFFIXES:
-            ignored += [file.name] if file.suffix != ".txt" else []
+            ignored += [] if file.suffix == ".txt" and folder.name == TARGETS else [file.name]
         elif file.stem in images:
             problems.append(f"{file}: a second image named {file.stem!r} beside {images[file.stem].name}")
         else:
             images[file.stem] = file
     if ignored:
-        logger.warning("%s: %d files are no images and are not used: %s", folder, len(ignored), ", ".join(ignored[:5]))
+        logger.warning(
+            "%s: %d entries are no images and are not used: %s", folder, len(ignored), ", ".join(ignored[:5])
+        )
     return images
 
 
@@ -107,7 +111,7 @@ def _masks(targets: dict[str, Path], images: list[Path], problems: list[str]) ->
 def _controls(targets: dict[str, Path], beside: dict[str, Path], problems: list[str]) -> dict[str, tuple[Path, ...]]:
     numbered: dict[str, dict[int, Path]] = {}
     for stem, path in beside.items():
-        further = re.fullmatch(r"(.+)_control_(\d+)", stem)
+        further = re.fullmatch(r"(.+)_control_([1-9]\d*)", stem)
         if stem in targets:
             numbered.setdefault(stem, {})[0] = path
         elif further and further[1] in targets:

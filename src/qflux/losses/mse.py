@@ -29,19 +29,21 @@ class MseLoss:
     ) -> Tensor:
         if model_pred.shape != target.shape:
             raise ValueError(f"prediction {tuple(model_pred.shape)} and target {tuple(target.shape)} differ in shape")
+        if attention_mask is not None:
+            # before the subtraction: padding may hold anything, even NaN, and must get exactly zero gradient
+            valid = attention_mask.bool().unsqueeze(-1)
+            model_pred, target = (torch.where(valid, x, 0.0) for x in (model_pred, target))
         error = (model_pred.float() - target.float()).square()
         error = error * self.token_weight(edit_mask)
         if weighting is not None:
             error = error * weighting.reshape(weighting.shape + (1,) * (error.ndim - weighting.ndim))
-        if attention_mask is not None:
-            # where, not multiplication: padding may hold anything, and must get exactly zero gradient
-            error = torch.where(attention_mask.bool().unsqueeze(-1), error, 0.0)
         if reduction == "none":
             return error
         if reduction == "sum":
             return error.sum()
-        valid = error.numel() if attention_mask is None else attention_mask.bool().sum() * error.shape[-1]
-        return error.sum() / max(1, valid) if isinstance(valid, int) else error.sum() / valid.clamp(min=1)
+        if attention_mask is None:
+            return error.mean()
+        return error.sum() / (valid.sum() * error.shape[-1]).clamp(min=1)
 
     def token_weight(self, edit_mask: Tensor | None) -> Tensor | float:
         """The weight of each token, broadcastable to its channels."""
@@ -66,7 +68,7 @@ class MaskEditLoss(MseLoss):
 
 
 class AttentionMaskMseLoss(MaskEditLoss):
-    """Both masks at once: valid tokens only, weighted by region. Without an edit mask it is `MseLoss`."""
+    """Both masks at once: valid tokens only, weighted by region."""
 
     def __init__(self, foreground_weight: float = 1.0, background_weight: float = 1.0) -> None:
         super().__init__(foreground_weight, background_weight)

@@ -30,6 +30,7 @@ LONG_SAMPLE = 2048
 """Mean tokens per sample from which one cuDNN call per sample beats one variable-length call for all."""
 
 _BY_SPEED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_WITH_MASK = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def ragged_attention(
@@ -59,7 +60,8 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor
     """Attention over a padded batch: `(B * S, H, D)` each, `key_mask` `(B, S)` true where a key is valid."""
     batch = key_mask.shape[0]
     q, k, v = (rearrange(x, "(b s) h d -> b h s d", b=batch) for x in (query, key, value))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=key_mask[:, None, None, :])
+    with sdpa_kernel(_WITH_MASK):  # cuDNN's reads out of bounds on a masked batch of this kind (torch 2.11)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=key_mask[:, None, None, :])
     return rearrange(out, "b h s d -> (b s) h d")
 
 

@@ -78,7 +78,7 @@ class Checkpoints:
         write_json(staging / "manifest.json", files)
         staging.rename(final)
         sync_folder(self.folder)
-        self._rotate()
+        self._rotate(final)
         return final
 
     def resume(self, state: TrainingState) -> int:
@@ -115,8 +115,10 @@ class Checkpoints:
         state.schedule.load_state_dict(saved["schedule"])
         return int(saved["step"])
 
-    def _rotate(self) -> None:
-        for old in sorted(self.folder.glob("step-*"))[: -self._keep]:
+    def _rotate(self, newest: Path) -> None:
+        """Remove older checkpoints than the last `keep`. Damaged later ones must not push out what was just saved."""
+        older = [folder for folder in sorted(self.folder.glob("step-*")) if folder.name < newest.name]
+        for old in older[: len(older) - self._keep + 1]:
             shutil.rmtree(old, ignore_errors=True)
         for torn in self.folder.glob(".step-*.tmp"):
             shutil.rmtree(torn, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,8 @@ from qflux.errors import CacheError, DataError, QfluxError, collected
 from qflux.models.family import Encoder, Family
 from qflux.models.loading import checkpoint_folder, identity
 from qflux.ragged.patches import mask_to_tokens, token_shape
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class SamplePlanner:
         self._cache = cache
         self._processor = ImageProcessor(config.data.processor)
         self.skipped: list[str] = []
+        self.cropped: list[str] = []
         folder = checkpoint_folder(config.model.pretrained, (*family.text_parts, *family.image_parts))
         self._text_identity = identity(folder, family.text_parts, cache.hash_of)
         self._image_identity = identity(folder, family.image_parts, cache.hash_of)
@@ -74,6 +78,14 @@ class SamplePlanner:
                     self.skipped.append(error.problem)
             except DataError as error:
                 problems.append(error.problem)
+        if self.cropped:
+            logger.warning(
+                "%d first controls have another aspect ratio than their target and are cropped to it: %s",
+                len(self.cropped),
+                ", ".join(self.cropped[:10]),
+            )
+        for reason in self.skipped:
+            logger.warning("skipped: %s", reason)
         if problems:
             raise collected(DataError, f"samples in {self._config.data.path} can't be used", problems)
         if not planned:
@@ -92,6 +104,10 @@ class SamplePlanner:
         transforms, views = [target], []
         for index, control in enumerate(example.controls):
             size = image_size(control)
+            if index == 0:
+                self._processor.check_aspect(*size, str(control))
+                if target.crops(*size):
+                    self.cropped.append(control.name)
             transforms.append(target if index == 0 else self._processor.control(index - 1, *size, str(control)))
             views.append(self._family.prompt_view(index, size, transforms[-1]))
         if example.mask and image_size(example.mask) != target_size:

@@ -30,7 +30,7 @@ from qflux.data.batch import EditBatch
 from qflux.data.cache import EmbeddingCacheManager
 from qflux.data.plan import EpochPlan, PlannedStep
 from qflux.data.store import key_of, seed_of, write_bytes
-from qflux.errors import ConfigError, QfluxError
+from qflux.errors import CheckpointError, ConfigError, QfluxError
 from qflux.losses.objective import Objective
 from qflux.losses.timesteps import draw
 from qflux.models import Family, get_family
@@ -111,6 +111,7 @@ class Trainer:
             config.seed,
         )
         total = plan.total_steps(config.train.max_train_steps, config.train.num_epochs)
+        logger.info("%d samples, %d steps", len(samples), total)
 
         transformer = self._transformer()
         inject(transformer, config.lora, config.seed)
@@ -121,9 +122,14 @@ class Trainer:
         objective = Objective(config.loss)
 
         checkpoints = Checkpoints(
-            config.run_dir / "checkpoints", _path_settings(config, samples), config.train.keep_checkpoints
+            config.run_dir / "checkpoints", _path_settings(config, samples, total), config.train.keep_checkpoints
         )
         done = checkpoints.resume(state)
+        if done > total:
+            raise CheckpointError(
+                f"{config.run_dir} has already trained {done} steps, more than the {total} asked for",
+                "raise train.max_train_steps, or choose another run_name.",
+            )
         write_bytes(config.run_dir / "config.yaml", yaml.safe_dump(config.dump(), sort_keys=False).encode())
         metrics = MetricsFile(config.run_dir / "metrics.jsonl", done)
         losses: list[float] = []
@@ -291,7 +297,7 @@ def _require_finite(loss: Tensor, grad_norm: Tensor, step: PlannedStep, samples:
     )
 
 
-def _path_settings(config: Config, samples: Sequence[PlannedSample]) -> dict[str, object]:
+def _path_settings(config: Config, samples: Sequence[PlannedSample], total: int) -> dict[str, object]:
     """What decides where training goes; a resumed run must share it with its checkpoint."""
     values = config.dump()
     sections = {name: values[name] for name in ("family", "seed", "lora", "optimizer", "loss")}
@@ -301,5 +307,7 @@ def _path_settings(config: Config, samples: Sequence[PlannedSample]) -> dict[str
     sections["data.processor"] = values["data"]["processor"]
     for key in ("gradient_accumulation_steps", "max_grad_norm", "lr_scheduler", "lr_warmup_steps", "guidance"):
         sections[f"train.{key}"] = values["train"][key]
+    if config.train.lr_scheduler in ("linear", "cosine"):
+        sections["train.max_train_steps"] = total
     sections["data (samples)"] = key_of(sorted(sample.keys.key for sample in samples))[:16]
     return sections

@@ -6,7 +6,7 @@ Shapes: B samples; L text, N image, T = L + N joint tokens of the whole batch; C
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import diffusers
 import torch
@@ -99,6 +99,9 @@ class RaggedFluxSingleBlock(FluxSingleTransformerBlock):
 
 class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
     """diffusers' FLUX transformer that also takes samples of different sizes in one batch."""
+
+    _no_split_modules: ClassVar = ["RaggedFluxBlock", "RaggedFluxSingleBlock"]
+    _repeated_blocks: ClassVar = ["RaggedFluxBlock", "RaggedFluxSingleBlock"]
 
     @functools.wraps(diffusers.FluxTransformer2DModel.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:

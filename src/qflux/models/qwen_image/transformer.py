@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import diffusers
 import torch
@@ -96,6 +96,9 @@ class RaggedQwenImageBlock(QwenImageTransformerBlock):
 
 class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
     """diffusers' Qwen-Image transformer that also takes samples of different sizes and image counts in one batch."""
+
+    _no_split_modules: ClassVar = ["RaggedQwenImageBlock"]
+    _repeated_blocks: ClassVar = ["RaggedQwenImageBlock"]
 
     @functools.wraps(diffusers.QwenImageTransformer2DModel.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
