@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import math
 import os
 import sys
 import time
@@ -12,12 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from click.exceptions import Abort, ClickException
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from qflux.errors import DataError, QfluxError
+from qflux.errors import DataError, Interrupted, QfluxError
 
 if TYPE_CHECKING:
     from qflux.training.metrics import StepReport
@@ -69,7 +73,7 @@ def demo(
     table.add_row("loss, first and last tenth", f"{summary.first_loss:.4f} → {summary.last_loss:.4f}")
     table.add_row("time", f"{time.perf_counter() - started:.0f} s")
     for number, file in enumerate(summary.files):
-        table.add_row("files" if number == 0 else "", str(file))
+        table.add_row("files" if number == 0 else "", escape(str(file)))
     console.print(table)
     console.print("The model is tiny and random: the pictures show the path, not what a real checkpoint can do.")
 
@@ -82,9 +86,7 @@ def cache(config: ConfigFile, set_: Overrides = None) -> None:
         task = bar.add_task("cache", total=None, note="samples")
         report = trainer.cache(lambda done, total: bar.update(task, completed=done, total=total))
     entries = f"{report.new_entries} entries new, {report.reused_entries} reused"
-    console.print(f"{report.samples} samples in {trainer.store.root}: {entries}.")
-    for reason in report.skipped:
-        console.print(f"skipped: {reason}")
+    _say(f"{report.samples} samples in {trainer.store.root}: {entries}.")
 
 
 @app.command()
@@ -100,9 +102,9 @@ def fit(config: ConfigFile, set_: Overrides = None) -> None:
 
         result = trainer.fit(on_step)
     if result.resumed_from:
-        console.print(f"continued from step {result.resumed_from}.")
+        _say(f"continued from step {result.resumed_from}.")
     losses = "" if result.first_loss is None else f", loss {result.first_loss:.4f} → {result.last_loss:.4f}"
-    console.print(f"{result.steps} steps{losses}. LoRA: {result.adapter}")
+    _say(f"{result.steps} steps{losses}. LoRA: {result.adapter}")
 
 
 @app.command()
@@ -116,7 +118,10 @@ def predict(
     lora: Annotated[Path | None, typer.Option(help="A LoRA file or an adapter folder.")] = None,
     lora_scale: Annotated[float, typer.Option(help="Strength of the LoRA.")] = 1.0,
     prompt_2: Annotated[str | None, typer.Option(help="Prompt of the second text encoder, if another.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Default: predict.seed.")] = None,
+    negative_prompt: Annotated[
+        str | None, typer.Option(help="Switches true CFG on. Default: predict.negative_prompt.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Default: predict.seed.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Default: predict.num_inference_steps.")] = None,
     guidance: Annotated[float | None, typer.Option(help="Default: predict.guidance_scale.")] = None,
     height: Annotated[int | None, typer.Option(min=16, help="Of the result, with --width; a multiple of 16.")] = None,
@@ -124,19 +129,31 @@ def predict(
     set_: Overrides = None,
 ) -> None:
     """Edit one image."""
+    from PIL import Image  # noqa: PLC0415
+
     from qflux.data.images import load_rgb  # noqa: PLC0415
+    from qflux.data.store import write_bytes  # noqa: PLC0415
     from qflux.sampling.predict import Edit  # noqa: PLC0415
 
+    output = output.expanduser()
     if (height is None) != (width is None):
         raise DataError("--height and --width go together", "give both or neither.")
     if output.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
         raise DataError(f"--output {output} is no image file name", "use .png, .jpg or .webp.")
+    if output.is_dir():
+        raise DataError(f"--output {output} is a folder", "give a file name.")
+    if lora is None and lora_scale != 1.0:
+        raise DataError("--lora-scale has no effect without --lora", "give both or neither.")
+    if not math.isfinite(lora_scale) or (guidance is not None and not math.isfinite(guidance)):
+        raise DataError("--lora-scale and --guidance must be numbers")
+    output.parent.mkdir(parents=True, exist_ok=True)
     trainer = _trainer(config, set_)
     settings = trainer.config.predict
     edit = Edit(
         controls=tuple(load_rgb(path) for path in image or []),
         prompt=prompt,
         prompt_2=prompt_2,
+        negative_prompt=settings.negative_prompt if negative_prompt is None else negative_prompt,
         seed=settings.seed if seed is None else seed,
         size=(height, width) if height and width else None,
     )
@@ -145,13 +162,14 @@ def predict(
         task = bar.add_task("predict", total=None, note="")
         (result,) = predictor(
             [edit],
-            steps or settings.num_inference_steps,
-            settings.guidance_scale if guidance is None else guidance,
+            steps,
+            guidance,
             lambda done, total: bar.update(task, completed=done, total=total),
         )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    result.save(output)
-    console.print(f"{result.width}x{result.height}, seed {edit.seed}: {output}")
+    buffer = io.BytesIO()
+    result.save(buffer, Image.registered_extensions()[output.suffix.lower()])
+    write_bytes(output, buffer.getvalue())
+    _say(f"{result.width}x{result.height}, seed {edit.seed}: {output}")
 
 
 def _trainer(config: Path, overrides: list[str] | None) -> Trainer:
@@ -180,14 +198,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command. Exit code 0: done, 2: the input is wrong, 130: interrupted, 1: a bug."""
     _set_up_logging()
     try:
-        app(args=list(arguments) if arguments is not None else None)
+        sys.exit(app(args=list(arguments) if arguments is not None else None, standalone_mode=False) or 0)
     except QfluxError as error:
-        errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
-        errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        _complain(type(error).__name__, str(error))
         sys.exit(2)
-    except KeyboardInterrupt:
-        errors.print("interrupted; `qflux fit` and `qflux cache` go on from here when run again.")
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _complain("OSError", f"{error.filename}: {error.strerror}\n  → check the path, its permissions and free space.")
+        sys.exit(2)
+    except ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (Interrupted, KeyboardInterrupt, Abort) as error:
+        _complain("interrupted", f"{error or 'nothing is lost'}; run the same command again to go on.")
         sys.exit(130)
+
+
+def _say(text: str) -> None:
+    """A line as it is: paths may hold brackets, and must not be broken."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _complain(kind: str, text: str) -> None:
+    errors.print(f"[bold red]{kind}[/]: ", end="")
+    errors.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _set_up_logging() -> None:

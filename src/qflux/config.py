@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from qflux.errors import ConfigError, collected
 
@@ -27,7 +27,7 @@ STEP = 16
 class Section(BaseModel):
     """A part of the configuration: unknown keys and wrong types are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def _area(value: Any) -> Any:
@@ -50,6 +50,8 @@ def _side(value: int) -> int:
 Area = Annotated[int, BeforeValidator(_area), Field(ge=STEP * STEP)]
 Side = Annotated[int, Field(ge=STEP), BeforeValidator(lambda v: _side(v) if isinstance(v, int) else v)]
 Size = Annotated[tuple[Side, Side], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
+Folder = Annotated[Path, Field(strict=False), AfterValidator(lambda path: path.expanduser())]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 
 
@@ -108,7 +110,7 @@ class ProcessorSettings(Section):
 class DataSettings(Section):
     """Where the samples are and how many make a micro-batch."""
 
-    path: Path = Field(description="folder with control_images/ and training_images/", strict=False)
+    path: Folder = Field(description="folder with control_images/ and training_images/")
     batch_size: int = Field(default=1, ge=1, description="samples in a micro-batch, of any sizes")
     processor: ProcessorSettings = ProcessorSettings()
 
@@ -127,13 +129,13 @@ class ModelSettings(Section):
 class CacheSettings(Section):
     """Where embeddings are kept."""
 
-    path: Path | None = Field(default=None, strict=False, description="default: <output_dir>/cache")
+    path: Folder | None = Field(default=None, description="default: <output_dir>/cache")
 
 
 class LoraSettings(Section):
     """The adapter that trains."""
 
-    rank: int = Field(default=16, ge=1)
+    rank: int = Field(default=16, ge=1, le=2048)
     alpha: float | None = Field(default=None, gt=0, description="default: the rank, so that the scale is 1")
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     target_modules: Names = Field(default=("to_q", "to_k", "to_v", "to_out.0"), min_length=1)
@@ -205,18 +207,18 @@ class PredictSettings(Section):
     guidance_scale: float = Field(default=3.5, description="told to guidance-distilled models (FLUX)")
     negative_prompt: str | None = Field(default=None, description="switches true CFG on; may be a space")
     true_cfg_scale: float | None = Field(default=None, description="default: 1 for FLUX (off), 4 for Qwen")
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
 
 
 class Config(Section):
     """Everything a run depends on."""
 
     family: Literal["flux-kontext", "qwen-image", "qwen-image-edit", "qwen-image-edit-plus"] = "flux-kontext"
-    output_dir: Path = Field(default=Path("runs"), strict=False)
+    output_dir: Folder = Path("runs")
     run_name: str = Field(
         default="run", pattern=r"^[\w][\w.-]*$", description="a folder of output_dir; `cache` is taken"
     )
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     model: ModelSettings
     data: DataSettings
     cache: CacheSettings = CacheSettings()
@@ -246,7 +248,16 @@ class Config(Section):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads `1e-4` as a string; a learning rate is a number."""
+    """YAML 1.1 reads `1e-4` as a string; a learning rate is a number. A key that stands twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = [key for key in keys if isinstance(key, str) and keys.count(key) > 1]
+        if twice:
+            raise yaml.YAMLError(
+                f"the key {twice[0]!r} stands twice in one section, at line {node.start_mark.line + 1}"
+            )
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -267,6 +278,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     ]
     for override in overrides:
         _override(values, override)
+    values = {key: value for key, value in values.items() if value is not None}  # an empty section is its defaults
     problems = unwrapping
     try:
         config = Config.model_validate(values)
@@ -352,7 +364,7 @@ def _explain(problem: Any) -> str:
 
 def _is_union_tag(part: Any) -> bool:
     """pydantic names the alternative of a union in the path; a user never wrote that."""
-    return isinstance(part, str) and bool(re.search(r"\[|^int$|^function-", part))
+    return isinstance(part, str) and bool(re.search(r"^(list|tuple|dict)\[|^int$|^function-", part))
 
 
 def _known_keys(parents: Iterable[str]) -> list[str]:

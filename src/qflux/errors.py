@@ -21,6 +21,10 @@ class QfluxError(Exception):
         super().__init__(f"{problem}\n  → {remedy}" if remedy else problem)
 
 
+class Interrupted(Exception):  # noqa: N818  (nothing went wrong)
+    """The user stopped a run; what was done is saved."""
+
+
 class ConfigError(QfluxError):
     """The configuration is wrong."""
 

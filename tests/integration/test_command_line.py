@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import yaml
@@ -70,6 +72,12 @@ BAD_INPUT = {
     "missing image": (["predict", "--prompt", "x", "--image", "/nowhere.png"], "/nowhere.png"),
     "half a size": (["predict", "--prompt", "x", "--height", "64"], "--width go together"),
     "odd size": (["predict", "--prompt", "x", "--height", "50", "--width", "64"], "multiples of 16"),
+    "unwritable image": (["predict", "--prompt", "x", "--output", "/proc/nope/x.png"], "/proc/nope"),
+    "scale without lora": (["predict", "--prompt", "x", "--lora-scale", "3"], "--lora-scale"),
+    "absurd size": (["predict", "--prompt", "x", "--height", "160000", "--width", "160000"], "at most 4096x4096"),
+    "some unknown layers": (["fit", "--set", "lora.target_modules=[to_q, nope]"], "has no nope"),
+    "layers that are not linear": (["fit", "--set", "lora.target_modules=[norm1]"], "lora.target_modules"),
+    "unwritable output": (["fit", "--set", "output_dir=/proc/nope"], "/proc/nope"),
     "no image name": (["predict", "--prompt", "x", "--output", "result"], "no image file name"),
 }
 
@@ -101,3 +109,28 @@ def test_a_real_process_prints_no_traceback(tmp_path):
 def test_importing_qflux_and_its_command_line_does_not_import_torch():
     check = "import qflux, qflux.cli, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+def test_paths_with_brackets_are_printed_as_they_are(config_file, tmp_path, capsys):
+    output = tmp_path / "o[/v1]"
+    assert (
+        run("fit", "--config", config_file(), "--set", f"output_dir='{output}'", "--set", "train.max_train_steps=1")
+        == 0
+    )
+    assert f"{output}/run/adapter/pytorch_lora_weights.safetensors" in capsys.readouterr().out
+
+
+def test_ctrl_c_saves_says_so_and_exits_with_130(config_file, tmp_path):
+    command = [sys.executable, "-m", "qflux.cli", "fit", "--config", config_file("train.max_train_steps=100000")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "runs/run/metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text()):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopped and saved after step" in error
+    assert list((tmp_path / "runs/run/checkpoints").glob("step-*"))

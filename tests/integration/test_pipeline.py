@@ -10,6 +10,7 @@ import torch
 from diffusers import FluxKontextPipeline
 from peft.utils import get_peft_model_state_dict
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from qflux.adapters.files import load_adapter
@@ -122,11 +123,47 @@ def test_a_mixed_batch_of_edits_equals_one_by_one(trained, data_set):
         assert (tokens - alone).abs().max() <= 1e-5
 
 
+def _without(weights, name):
+    return {key: tensor for key, tensor in weights.items() if key != name}
+
+
+DAMAGE = {
+    "half a pair": (_without, "has only lora_B"),
+    "unknown part": (lambda w, k: {**_without(w, k), k.replace("lora_A", "lora_X"): w[k]}, "is no LoRA weight"),
+    "wrong width": (lambda w, k: {**w, k: torch.zeros(4, 7)}, "has shapes"),
+    "wrong rank": (lambda w, k: {**w, k: torch.zeros(3, w[k].shape[1])}, "has shapes"),
+    "not a number": (lambda w, k: {**w, k: w[k] * float("nan")}, "no numbers"),
+    "nothing": (lambda w, k: {}, "holds no tensors"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_lora_is_refused_by_name(trained, tmp_path, damage):
+    _, adapter = trained
+    change, message = DAMAGE[damage]
+    weights = load_file(adapter)
+    first = sorted(weights)[0]
+    save_file(change(weights, first), tmp_path / "damaged.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        load_adapter(get_family("flux-kontext").tiny(0).transformer, tmp_path / "damaged.safetensors")
+
+
+def test_a_lora_that_lacks_a_layer_of_its_own_description_is_refused(trained, tmp_path):
+    _, adapter = trained
+    with safe_open(adapter, framework="pt") as opened:
+        metadata = opened.metadata()
+    weights = load_file(adapter)
+    layer = sorted(weights)[0].rsplit(".lora_", 1)[0]
+    kept = {key: tensor for key, tensor in weights.items() if not key.startswith(f"{layer}.lora_")}
+    save_file(kept, tmp_path / "short.safetensors", metadata)
+    with pytest.raises(CheckpointError, match="which its own description names"):
+        load_adapter(get_family("flux-kontext").tiny(0).transformer, tmp_path / "short.safetensors")
+
+
 def test_a_lora_for_another_model_is_refused_by_name(trained, tmp_path):
     _, adapter = trained
     weights = load_file(adapter)
-    first = sorted(weights)[0]
-    weights["transformer.layers.99.attn.to_q.lora_A.weight"] = weights.pop(first)
+    weights["transformer.layers.99.attn.to_q.lora_A.weight"] = weights.pop(sorted(weights)[0])
     save_file(weights, tmp_path / "foreign.safetensors")
     transformer = get_family("flux-kontext").tiny(0).transformer
     with pytest.raises(CheckpointError, match=r"layers\.99\.attn\.to_q"):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from qflux.errors import QfluxError
+from qflux.errors import CheckpointError, Interrupted, QfluxError
+from qflux.training.interrupt import exclusive
 from qflux.training.trainer import Trainer
 
 
@@ -109,3 +112,46 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_names_the_samples(config)
     with pytest.raises(QfluxError, match=r"step \d: the loss is (.|\n)*scene_\d{3}"):
         Trainer(settings).fit()
     assert not (settings.run_dir / "adapter").exists()
+
+
+def test_a_schedule_that_depends_on_the_length_is_not_stretched_silently(config):
+    Trainer(config("train.lr_scheduler=cosine", "train.max_train_steps=2")).fit()
+    with pytest.raises(CheckpointError, match=r"train\.max_train_steps was 2, is 4"):
+        Trainer(config("train.lr_scheduler=cosine", "train.max_train_steps=4")).fit()
+
+
+def test_fewer_steps_than_are_done_is_an_error(config):
+    Trainer(config("train.max_train_steps=4")).fit()
+    with pytest.raises(CheckpointError, match="already trained 4 steps, more than the 2 asked for"):
+        Trainer(config("train.max_train_steps=2")).fit()
+
+
+def test_a_damaged_log_does_not_keep_a_run_from_continuing(config):
+    settings = config("train.max_train_steps=2")
+    Trainer(settings).fit()
+    log = settings.run_dir / "metrics.jsonl"
+    log.write_text(log.read_text() + 'not json}\n{"a": 1}\n{"step"')
+    Trainer(config("train.max_train_steps=3")).fit()
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_folder_belongs_to_one_run_at_a_time(config):
+    settings = config()
+    with exclusive(settings.run_dir), pytest.raises(QfluxError, match=r"another run \(process \d+\)"):
+        Trainer(settings).fit()
+    Trainer(settings).fit()
+
+
+def test_a_stop_signal_is_answered_at_the_end_of_the_step_and_nothing_is_lost(config):
+    whole = Trainer(config("run_name=whole", "train.max_train_steps=6")).fit()
+    settings = config("run_name=stopped", "train.max_train_steps=6")
+
+    def stop(report) -> None:
+        if report.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted, match="after step 2 of 6"):
+        Trainer(settings).fit(stop)
+    rest = Trainer(settings).fit()
+    assert rest.resumed_from == 2
+    assert rest.adapter.read_bytes() == whole.adapter.read_bytes()

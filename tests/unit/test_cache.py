@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import os
 import shutil
+from dataclasses import replace
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from qflux.data.cache import EmbeddingCacheManager
-from qflux.errors import CacheError, DataError
+from qflux.data.store import write_tensors
+from qflux.errors import CacheError, CheckpointError, DataError
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
 from qflux.training.trainer import Trainer
@@ -81,14 +86,94 @@ def test_fit_names_what_the_cache_lacks(project):
         Trainer(project()).fit()
 
 
-def test_a_damaged_entry_is_named_not_trained_on(project, tmp_path):
+def test_truncated_entries_count_as_missing_and_are_made_again(project, tmp_path):
     settings = project()
     Trainer(settings).cache()
-    for entry in (tmp_path / "cache/entries/image").rglob("*.safetensors"):
-        entry.write_bytes(entry.read_bytes()[:100])
-    with pytest.raises(CacheError, match=r"is damaged"):
+    damaged = sorted((tmp_path / "cache/entries/image").rglob("*.safetensors"))[:3]
+    whole = [entry.read_bytes() for entry in damaged]
+    for entry, data in zip(damaged, whole, strict=True):
+        entry.write_bytes(data[:100])
+    with pytest.raises(CacheError, match="are not in the cache"):
         Trainer(settings).fit()
     assert not settings.run_dir.joinpath("adapter").exists()
+    assert Trainer(settings).cache().new_entries == 3
+    assert [entry.read_bytes() for entry in damaged] == whole
+
+
+def test_an_entry_of_the_wrong_shape_is_named_not_trained_on(project, tmp_path):
+    settings = project()
+    Trainer(settings).cache()
+    entries = sorted((tmp_path / "cache/entries/image").rglob("*.safetensors"))
+    for entry in entries:
+        write_tensors(entry, {"latents": torch.zeros(1, 64)})
+    with pytest.raises(CacheError, match=r"\.safetensors has 1 tokens, not"):
+        Trainer(settings).fit()
+    for entry in entries:
+        write_tensors(entry, {"other": torch.zeros(1, 64)})
+    with pytest.raises(CacheError, match="it has no tensor latents"):
+        Trainer(settings).fit()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"a": 1}', ""])
+def test_a_damaged_table_of_hashes_is_made_again(project, tmp_path, content):
+    Trainer(project()).cache()
+    (tmp_path / "cache/files.json").write_text(content)
+    assert new_entries(project()) == 0
+
+
+def test_a_file_replaced_with_its_old_time_and_size_is_noticed(project, tmp_path):
+    path = tmp_path / "data/control_images/scene_000.png"
+    Image.new("RGB", (192, 192), "red").save(tmp_path / "swap.bmp")
+    path.unlink()
+    shutil.move(tmp_path / "swap.bmp", path.with_suffix(".bmp"))
+    Trainer(project()).cache()
+    status = path.with_suffix(".bmp").stat()
+    Image.new("RGB", (192, 192), "blue").save(path.with_suffix(".bmp"))
+    os.utime(path.with_suffix(".bmp"), ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.with_suffix(".bmp").stat().st_size == status.st_size
+    assert new_entries(project()) == 1
+
+
+def test_nothing_is_loaded_when_nothing_is_missing(project, monkeypatch):
+    Trainer(project()).cache()
+    trainer = Trainer(project())
+    monkeypatch.setattr(trainer, "family", replace(trainer.family, load=None))
+    report = trainer.cache()
+    assert (report.samples, report.new_entries) == (12, 0)
+
+
+def test_a_first_control_of_another_aspect_ratio_is_mentioned_and_an_extreme_one_refused(project, tmp_path, caplog):
+    path = tmp_path / "data/control_images/scene_000.png"
+    Image.new("RGB", (192, 120)).save(path)
+    Trainer(project()).cache()
+    assert "another aspect ratio than their target" in caplog.text
+    assert "scene_000.png" in caplog.text
+    Image.new("RGB", (2000, 100)).save(path)
+    with pytest.raises(DataError, match=r"scene_000\.png is 2000x100"):
+        Trainer(project()).cache()
+
+
+def test_a_checkpoint_that_lacks_something_is_named(project, tmp_path, checkpoint):
+    broken = tmp_path / "broken"
+
+    def fault(change) -> str:
+        shutil.rmtree(broken, ignore_errors=True)
+        shutil.copytree(checkpoint, broken)
+        change()
+        with pytest.raises(CheckpointError) as error:
+            Trainer(project(f"model.pretrained={broken}", f"cache.path={tmp_path / 'new'}")).cache()
+        return str(error.value)
+
+    def drop_a_weight() -> None:
+        file = broken / "text_encoder_2/model.safetensors"
+        weights = load_file(file)
+        del weights["encoder.block.0.layer.0.SelfAttention.q.weight"]
+        save_file(weights, file, {"format": "pt"})
+
+    assert "SelfAttention.q.weight" in fault(drop_a_weight)
+    assert "tokenizer holds no vocabulary" in fault((broken / "tokenizer/tokenizer.json").unlink)
+    assert "tokenizer_2 can't be loaded" in fault(lambda: (broken / "tokenizer_2/tokenizer.json").write_text("{"))
+    assert "no folder vae" in fault(lambda: shutil.rmtree(broken / "vae"))
 
 
 def test_an_interrupted_write_leaves_no_entry(tmp_path):

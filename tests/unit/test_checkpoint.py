@@ -90,3 +90,31 @@ def test_a_damaged_later_checkpoint_does_not_push_out_the_one_just_saved(tmp_pat
     for step in (1, 2):
         checkpoints.save(step, fresh_state())
         assert checkpoints.resume(fresh_state()) == step
+
+
+@pytest.mark.parametrize("manifest", ["[]", "{}", '{"a": 1}', "{"])
+def test_a_manifest_that_is_none_makes_a_checkpoint_unusable(tmp_path, manifest):
+    checkpoints = Checkpoints(tmp_path, {}, keep=2)
+    checkpoints.save(1, fresh_state())
+    folder = checkpoints.save(2, fresh_state())
+    (folder / "manifest.json").write_text(manifest)
+    assert checkpoints.resume(fresh_state()) == 1
+
+
+def test_foreign_folders_are_left_alone(tmp_path):
+    (tmp_path / "step-notes").mkdir(parents=True)
+    checkpoints = Checkpoints(tmp_path, {}, keep=1)
+    for step in (1, 2):
+        checkpoints.save(step, fresh_state())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-notes"]
+
+
+def test_a_save_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, {}, keep=1)
+    checkpoints.save(1, fresh_state())
+    monkeypatch.setattr(
+        "qflux.training.checkpoint.write_tensors", lambda *_: (_ for _ in ()).throw(OSError(28, "full"))
+    )
+    with pytest.raises(OSError, match="full"):
+        checkpoints.save(2, fresh_state())
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

@@ -52,3 +52,10 @@ def test_compiled_blocks_give_the_same_and_never_recompile_for_sizes(compiled):
         counts.append(counters["stats"]["unique_graphs"])
     assert counts[0] > 0
     assert len(set(counts)) == 1, f"graphs after each step: {counts}"
+
+
+@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image"])
+def test_diffusers_own_compilation_of_repeated_blocks_finds_the_blocks(name):
+    models = Models(name)
+    models.ours.compile_repeated_blocks(backend="eager")
+    assert all(block._compiled_call_impl is not None for block in models.family.blocks(models.ours))

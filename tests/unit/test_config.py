@@ -122,3 +122,40 @@ def test_a_file_that_is_no_config_is_named(tmp_path, content):
 def test_the_effective_config_can_be_loaded_again():
     config = load_config(MINIMAL, ["data.processor.multi_resolutions={target: ['512*512'], controls: [[65536]]}"])
     assert load_config(config.dump()) == config
+
+
+def test_a_key_that_stands_twice_is_an_error(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("model: {pretrained: x}\ndata:\n  path: d\n  path: e\n")
+    with pytest.raises(ConfigError, match="'path' stands twice"):
+        load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.lr_warmup_steps=4", "constant_with_warmup"),
+        ("run_name=..", "run_name"),
+        ("run_name=cache", "choose another name"),
+        ("loss.timesteps.mean=.inf", "loss.timesteps.mean: inf"),
+        ("train.guidance=.nan", "train.guidance: nan"),
+        ("seed=99999999999999999999999", "seed: 99999999999999999999999"),
+        ("data.processor.multi_resolutions={target: [65536], controls: [[]]}", "controls.0"),
+        ("train.interval=3", "train.interval: unknown key"),
+    ],
+)
+def test_values_that_would_mislead_later_are_refused_now(override, message):
+    assert message in problems_of(override)
+
+
+def test_an_empty_section_is_its_defaults():
+    assert load_config({**MINIMAL, "train": None}) == load_config(MINIMAL)
+
+
+def test_a_home_folder_is_expanded():
+    assert "~" not in str(load_config(MINIMAL, ["output_dir=~/runs"]).output_dir)
+
+
+def test_init_args_that_are_no_mapping_are_reported_with_everything_else():
+    with pytest.raises(ConfigError, match=r"2 problems(.|\n)*init_args(.|\n)*data\.path: missing"):
+        load_config({"model": {"pretrained": "x"}, "data": {"init_args": [1]}})

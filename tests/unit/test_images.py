@@ -63,3 +63,15 @@ def test_pixels_are_what_diffusers_image_processor_makes(tmp_path):
     expected = VaeImageProcessor(vae_scale_factor=16).preprocess(image, 32, 48)[0]
     assert torch.equal(to_pixels(image), expected)
     assert np.array_equal(np.asarray(to_image(to_pixels(image))), np.asarray(image))
+
+
+def test_the_size_of_a_png_is_known_without_decoding_it(tmp_path):
+    image = Image.effect_noise((60, 20), 90)
+    exif = Image.Exif()
+    exif[0x0112] = 8
+    image.save(tmp_path / "turned.png", exif=exif)
+    data = (tmp_path / "turned.png").read_bytes()
+    place = data.index(b"IDAT")
+    (tmp_path / "damaged.png").write_bytes(data[: place + 10] + b"\0" * 20 + data[place + 30 :])
+    assert image_size(tmp_path / "turned.png") == image_size(tmp_path / "damaged.png") == (20, 60)
+    assert load_rgb(tmp_path / "turned.png").size == (20, 60)

@@ -104,3 +104,35 @@ def test_files_that_are_not_used_are_mentioned(folder, caplog):
     read_folder(folder)
     assert "notes.docx" in caplog.text
     assert ".hidden" not in caplog.text
+
+
+def test_a_link_to_nothing_is_a_fault(folder):
+    (folder / "control_images/b.png").unlink()
+    (folder / "control_images/b.png").symlink_to("nowhere.png")
+    assert "b.png: a link to a file that does not exist" in fault(folder)
+
+
+@pytest.mark.parametrize("name", ["a_control_0", "a_control_01"])
+def test_control_numbers_that_could_collide_are_refused(folder, name):
+    Image.new("RGB", (16, 16)).save(folder / f"control_images/{name}.png")
+    assert f"{name}.png: no target of that name" in fault(folder)
+
+
+def test_samples_without_a_control_among_others_are_mentioned(folder, caplog):
+    (folder / "control_images/b.png").unlink()
+    read_folder(folder)
+    assert "1 of 2 samples have no control image: b" in caplog.text
+
+
+def test_a_missing_control_folder_and_subfolders_are_mentioned(folder, caplog):
+    (folder / "control_images").rename(folder / "controls")
+    (folder / "training_images/more").mkdir()
+    read_folder(folder)
+    assert "there is no folder" in caplog.text
+    assert "more/" in caplog.text
+
+
+def test_prompts_from_other_systems_are_read(folder):
+    (folder / "training_images/a.txt").unlink()
+    (folder / "training_images/a.TXT").write_bytes(b"\xef\xbb\xbfmake it red\r\n")
+    assert read_folder(folder)[0].prompt == "make it red"

@@ -40,34 +40,68 @@ def load_adapter(transformer: nn.Module, path: Path, scale: float = 1.0) -> None
     A key the model lacks, or a layer the file should have and lacks, is an error.
     """
     file = path / FILE_NAME if path.is_dir() else path
-    weights = _read(file)
-    foreign = sorted(key for key in weights if not key.startswith(PREFIX))
-    if foreign:
-        raise CheckpointError(f"{file}: {foreign[0]} is not a transformer key", "give a LoRA in diffusers format.")
-    modules = dict(transformer.named_modules())
-    for key in sorted(weights):
-        name = key.removeprefix(PREFIX).rsplit(".lora_", 1)[0]
-        if name not in modules:
-            raise CheckpointError(f"{file}: the model has no layer {name} (key {key})", "is it for another family?")
-    transformer.load_lora_adapter(  # type: ignore[operator]
-        weights, prefix=PREFIX.rstrip("."), adapter_name=ADAPTER, metadata=_adapter_metadata(file)
-    )
+    weights, metadata = _read(file)
+    _check(file, weights, metadata, transformer)
+    try:
+        transformer.load_lora_adapter(  # type: ignore[operator]
+            weights, prefix=PREFIX.rstrip("."), adapter_name=ADAPTER, metadata=metadata
+        )
+    except Exception as error:
+        raise CheckpointError(f"{file} does not fit the model: {error}", _FOREIGN) from error
     transformer.set_adapters([ADAPTER], weights=[scale])  # type: ignore[operator]
     logger.info("LoRA %s (%s), %d tensors, scale %g", file, file_hash(file)[:12], len(weights), scale)
 
 
-def _read(file: Path) -> dict[str, Tensor]:
+def _check(file: Path, weights: dict[str, Tensor], metadata: dict[str, object] | None, transformer: nn.Module) -> None:
+    """Every tensor belongs to a layer of the model, comes in a pair of one rank, fits in width, and is a number.
+
+    Every layer that the file's own description names is there.
+    """
+    if not weights:
+        raise CheckpointError(f"{file} holds no tensors", _FOREIGN)
+    modules = dict(transformer.named_modules())
+    layers: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in sorted(weights.items()):
+        name, _, part = key.removeprefix(PREFIX).rpartition(".lora_")
+        if not key.startswith(PREFIX) or part not in ("A.weight", "B.weight"):
+            raise CheckpointError(f"{file}: {key} is no LoRA weight of a transformer", _FOREIGN)
+        if name not in modules:
+            raise CheckpointError(f"{file}: the model has no layer {name} (key {key})", _FOREIGN)
+        if not bool(tensor.isfinite().all()):
+            raise CheckpointError(f"{file}: {key} holds values that are no numbers", "train it again.")
+        layers.setdefault(name, {})[part[0]] = tensor
+    for name, pair in layers.items():
+        if pair.keys() != {"A", "B"}:
+            raise CheckpointError(f"{file}: {name} has only lora_{next(iter(pair))} of the two", _FOREIGN)
+        layer = modules[name]
+        shapes = tuple(pair["A"].shape), tuple(pair["B"].shape)
+        expected = (len(pair["A"]), layer.in_features), (layer.out_features, len(pair["A"]))
+        if shapes != expected:
+            raise CheckpointError(f"{file}: {name} has shapes {shapes}, the model needs {expected}", _FOREIGN)
+
+    targets = (metadata or {}).get(f"{PREFIX}target_modules")
+    for target in targets if isinstance(targets, list) else []:
+        lacking = sorted(n for n in modules.keys() - layers.keys() if n == target or n.endswith(f".{target}"))
+        if lacking:
+            raise CheckpointError(f"{file}: it lacks {lacking[0]}, which its own description names", _FOREIGN)
+
+
+def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, object] | None]:
+    """The tensors, and rank, alpha and targets as diffusers stored them."""
     if not file.is_file():
         raise CheckpointError(f"no LoRA file at {file}", f"give a .safetensors file or a folder with {FILE_NAME}.")
     try:
         with safe_open(file, framework="pt") as opened:
-            return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+            raw = (opened.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY)
+            weights = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+        metadata = json.loads(raw) if raw else None
     except SafetensorError as error:
         raise CheckpointError(f"{file} is not a safetensors file: {error}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{file}: its description can't be read: {error}", _FOREIGN) from None
+    if metadata is not None and not isinstance(metadata, dict):
+        raise CheckpointError(f"{file}: its description is {metadata!r}, not a mapping", _FOREIGN)
+    return weights, metadata
 
 
-def _adapter_metadata(file: Path) -> dict[str, object] | None:
-    """Rank, alpha and targets as diffusers stored them."""
-    with safe_open(file, framework="pt") as opened:
-        raw = (opened.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY)
-    return json.loads(raw) if raw else None
+_FOREIGN = "give a complete LoRA in diffusers format, made for this model."

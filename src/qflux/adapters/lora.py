@@ -51,15 +51,15 @@ def _add(transformer: nn.Module, settings: LoraSettings) -> None:
         target_modules=list(settings.target_modules),
         init_lora_weights="gaussian" if settings.init == "gaussian" else True,
     )
+    names = [name for name, _ in transformer.named_modules()]
+    unknown = [t for t in settings.target_modules if not any(n == t or n.endswith(f".{t}") for n in names)]
+    remedy = "use names as they end in the model, for example [to_q, to_k, to_v, to_out.0]."
+    if unknown:
+        raise ConfigError(f"lora.target_modules: {type(transformer).__name__} has no {', '.join(unknown)}", remedy)
     try:
         transformer.add_adapter(config, adapter_name=ADAPTER)  # type: ignore[operator]
     except ValueError as error:
-        if "not found" not in str(error):
-            raise
-        raise ConfigError(
-            f"lora.target_modules: {type(transformer).__name__} has none of {list(settings.target_modules)}",
-            "use names as they end in the model, for example [to_q, to_k, to_v, to_out.0].",
-        ) from error
+        raise ConfigError(f"lora.target_modules: {error}", remedy) from error
 
 
 def lora_layers(transformer: nn.Module) -> Iterator[Any]:

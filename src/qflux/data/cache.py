@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -63,7 +63,12 @@ class EmbeddingCacheManager:
         return self.root / "entries" / kind / key[:2] / f"{key}.safetensors"
 
     def has(self, kind: str, key: str) -> bool:
-        return self.entry_path(kind, key).is_file()
+        """The entry exists, and its header fits its length: a truncated file counts as missing."""
+        try:
+            with safe_open(self.entry_path(kind, key), framework="pt"):
+                return True
+        except (OSError, SafetensorError):
+            return False
 
     def ensure(self, kind: str, key: str, make: Callable[[], Mapping[str, Tensor]]) -> bool:
         """Write the entry unless it exists; true if it had to be made."""
@@ -95,12 +100,15 @@ class EmbeddingCacheManager:
                 raise CacheError(
                     f"{self.entry_path('image', key)} has {len(tokens)} tokens, not {rows}x{columns}", _RECACHE
                 )
+        mask = self._read("mask", keys.mask)["mask"] if keys.mask else None
+        if mask is not None and len(mask) != len(latents[0]):
+            raise CacheError(f"{self.entry_path('mask', str(keys.mask))} has {len(mask)} values", _RECACHE)
         return EncodedExample(
             id=keys.id,
             text=TextEmbedding(text["tokens"], text.get("pooled")),
             latents=latents,
             img_shapes=keys.img_shapes,
-            mask=self._read("mask", keys.mask)["mask"] if keys.mask else None,
+            mask=mask,
         )
 
     def hash_of(self, path: Path) -> str:
@@ -126,8 +134,12 @@ class EmbeddingCacheManager:
 
     def _read(self, kind: str, key: str) -> dict[str, Tensor]:
         path = self.entry_path(kind, key)
+        needed = {"text": "tokens", "image": "latents", "mask": "mask"}[kind]
         try:
-            return load_file(path)
+            tensors = load_file(path)
+            if needed not in tensors:
+                raise OSError(f"it has no tensor {needed}")
+            return tensors
         except FileNotFoundError:
             raise CacheError(f"{path} is missing", _RECACHE) from None
         except (SafetensorError, OSError) as error:
@@ -136,7 +148,10 @@ class EmbeddingCacheManager:
     def _read_hashes(self) -> dict[str, list[Any]]:
         path = self.root / "files.json"
         try:
-            return json.loads(path.read_text())
+            known = json.loads(path.read_text())
+            if not isinstance(known, dict) or not all(isinstance(value, list) for value in known.values()):
+                raise ValueError("it is no table of hashes")
+            return known
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:

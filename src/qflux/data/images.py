@@ -24,7 +24,8 @@ def image_size(path: Path) -> tuple[int, int]:
     try:
         with Image.open(path) as image:
             width, height = image.size
-            sideways = image.getexif().get(_ORIENTATION_TAG) in _SIDEWAYS
+            exif = _png_exif(path) if image.format == "PNG" else image.getexif()
+            sideways = exif.get(_ORIENTATION_TAG) in _SIDEWAYS
     except _UNREADABLE as error:
         raise _unreadable(path, error) from None
     return (height, width) if sideways else (width, height)
@@ -78,6 +79,20 @@ def _is_transparent(image: Image.Image) -> bool:
 def _over(background: str, image: Image.Image) -> Image.Image:
     rgba = image.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", rgba.size, background), rgba)
+
+
+def _png_exif(path: Path) -> Image.Exif:
+    """The EXIF chunk of a PNG wherever it stands; Pillow would decode the image to look behind its data."""
+    exif = Image.Exif()
+    with path.open("rb") as file:
+        file.seek(8)
+        while len(header := file.read(8)) == 8:
+            length, kind = int.from_bytes(header[:4], "big"), header[4:]
+            if kind == b"eXIf":
+                exif.load(file.read(length))
+                break
+            file.seek(length + 4, 1)
+    return exif
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:

@@ -54,7 +54,7 @@ def read_folder(root: Path) -> list[EditExample]:
     targets = {stem: path for stem, path in listed.items() if _mask_base(stem, listed) is None}
     masks = _masks(targets, [*listed.values(), *beside.values()], problems)
     controls = _controls(targets, beside, problems)
-    prompts = {file.stem: file for file in _files(targets_dir) if file.suffix == ".txt"}
+    prompts = {file.stem: file for file in _files(targets_dir) if file.suffix.lower() == ".txt"}
     problems += [f"{prompts[base]}: a prompt without an image" for base in sorted(prompts.keys() - targets.keys())]
 
     examples = []
@@ -62,6 +62,10 @@ def read_folder(root: Path) -> list[EditExample]:
         prompt = _prompt(base, target, prompts, problems)
         if prompt is not None:
             examples.append(EditExample(base, target, prompt, controls.get(base, ()), masks.get(base)))
+    without = [example.name for example in examples if not example.controls]
+    if controls and without:
+        names = ", ".join(without[:10])
+        logger.warning("%d of %d samples have no control image: %s", len(without), len(examples), names)
     if problems:
         raise collected(DataError, f"the data in {root} is not complete", problems)
     if not examples:
@@ -70,7 +74,8 @@ def read_folder(root: Path) -> list[EditExample]:
 
 
 def _files(folder: Path) -> Iterable[Path]:
-    return (f for f in sorted(folder.iterdir()) if f.is_file() and not f.name.startswith("."))
+    """All files, and links to files that are not there: those must not vanish without a word."""
+    return (f for f in sorted(folder.iterdir()) if (f.is_file() or f.is_symlink()) and not f.name.startswith("."))
 
 
 def _by_stem(folder: Path, problems: list[str]) -> dict[str, Path]:
@@ -78,8 +83,10 @@ def _by_stem(folder: Path, problems: list[str]) -> dict[str, Path]:
     images: dict[str, Path] = {}
     ignored = [f"{path.name}/" for path in sorted(folder.iterdir()) if path.is_dir()]
     for file in _files(folder):
-        if file.suffix.lower() not in SUFFIXES:
-            ignored += [] if file.suffix == ".txt" and folder.name == TARGETS else [file.name]
+        if not file.exists():
+            problems.append(f"{file}: a link to a file that does not exist")
+        elif file.suffix.lower() not in SUFFIXES:
+            ignored += [] if file.suffix.lower() == ".txt" and folder.name == TARGETS else [file.name]
         elif file.stem in images:
             problems.append(f"{file}: a second image named {file.stem!r} beside {images[file.stem].name}")
         else:
@@ -133,7 +140,7 @@ def _prompt(base: str, target: Path, prompts: dict[str, Path], problems: list[st
         problems.append(f"{target}: no prompt {base}.txt beside it")
         return None
     try:
-        prompt = prompts[base].read_text(encoding="utf-8").strip()
+        prompt = prompts[base].read_text(encoding="utf-8-sig").strip()
     except UnicodeDecodeError as error:
         problems.append(f"{prompts[base]}: not UTF-8 text ({error.reason} at byte {error.start})")
         return None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -27,7 +30,7 @@ from qflux.training.trainer import Trainer
 
 SAMPLES = 24
 SHOWN = (4, 1, 2, 7)
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "family": "flux-kontext",
     "output_dir": "runs/demo",
     "run_name": "recolour",
@@ -70,23 +73,19 @@ class DemoProgress:
 
 def demo_config(output_dir: Path, overrides: list[str] | None = None) -> Config:
     """The demo's config with everything under `output_dir`."""
-    places = [
-        f"output_dir={output_dir}",
-        f"model.pretrained={output_dir / 'model'}",
-        f"data.path={output_dir / 'data'}",
-    ]
-    return load_config(SETTINGS, [*places, *(overrides or [])])
+    settings = copy.deepcopy(SETTINGS)
+    settings["output_dir"] = str(output_dir)
+    settings["model"]["pretrained"] = str(output_dir / "model")
+    settings["data"]["path"] = str(output_dir / "data")
+    return load_config(settings, overrides or [])
 
 
 def run_demo(config: Config, progress: DemoProgress) -> DemoSummary:
     """Everything from an empty folder to pictures. Run again, it reuses what is there."""
     data, model = config.data.path, Path(config.model.pretrained)
-    if not (data / "done").exists():
-        write_data_set(data, SAMPLES, config.seed)
-        (data / "done").touch()
-    if not (model / "model_index.json").exists():
-        family = get_family(config.family)
-        save_checkpoint(family.tiny(config.seed), model, family.pipeline)
+    family = get_family(config.family)
+    _make_once(data, lambda folder: write_data_set(folder, SAMPLES, config.seed))
+    _make_once(model, lambda folder: save_checkpoint(family.tiny(config.seed), folder, family.pipeline))
 
     trainer = Trainer(config)
     trainer.cache(lambda done, total: progress.update("cache", done, total, "samples"))
@@ -114,6 +113,15 @@ def run_demo(config: Config, progress: DemoProgress) -> DemoSummary:
         last_loss=sum(report["loss"] for report in reports[-tenth:]) / tenth,
         files=[result.adapter, config.run_dir / "metrics.jsonl", grid, layout],
     )
+
+
+def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
+    """Fill a folder that does not exist yet; it appears whole. An existing one is used as it is."""
+    if folder.exists():
+        return
+    staging = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    make(staging)
+    staging.rename(folder)
 
 
 def _predictions(trainer: Trainer, samples: list[PlannedSample], adapter: Path, progress: DemoProgress) -> Image.Image:
@@ -153,7 +161,7 @@ def _batch_picture(samples: list[PlannedSample], config: Config) -> Image.Image:
         height, width = sample.transforms[0].size
         target, *controls = (rows * columns for _, rows, columns in sample.keys.img_shapes)
         label = f"{width}x{height}, {len(controls)} control{'s' if len(controls) > 1 else ''}"
-        rows.append(SampleTokens(label, config.model.max_sequence_length, target, tuple(controls)))
+        rows.append(SampleTokens(label, config.model.max_sequence_length or 0, target, tuple(controls)))
     return batch_layout(rows)
 
 

@@ -44,4 +44,4 @@ def _density(settings: TimestepSettings, generator: torch.Generator) -> float:
     if settings.density == "uniform":
         return float(torch.rand((), generator=generator, dtype=torch.float64))
     normal = float(torch.randn((), generator=generator, dtype=torch.float64))
-    return 1 / (1 + math.exp(-(settings.mean + settings.std * normal)))
+    return float(torch.sigmoid(torch.tensor(settings.mean + settings.std * normal, dtype=torch.float64)))

@@ -13,7 +13,8 @@ from huggingface_hub import snapshot_download
 from qflux.data.store import key_of, write_json
 from qflux.errors import CheckpointError
 
-WEIGHTS = frozenset({".safetensors", ".bin"})
+_REPAIR = "fetch the checkpoint again, or give another one."
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model")
 
 
 def checkpoint_folder(pretrained: str, parts: Sequence[str]) -> Path:
@@ -38,11 +39,25 @@ def checkpoint_folder(pretrained: str, parts: Sequence[str]) -> Path:
 
 def load_part(loader: Any, folder: Path, part: str, dtype: torch.dtype, device: torch.device) -> Any:
     """A model of a checkpoint, frozen, in `dtype` on `device`. Weights are safetensors only."""
+    options = {"torch_dtype": dtype, "use_safetensors": True, "output_loading_info": True}
     try:
-        model = loader.from_pretrained(folder, subfolder=part, torch_dtype=dtype, use_safetensors=True)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / part} can't be loaded: {error}") from error
+        model, found = loader.from_pretrained(folder, subfolder=part, **options)
+    except Exception as error:
+        raise CheckpointError(f"{folder / part} can't be loaded: {error}", _REPAIR) from error
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise CheckpointError(f"{folder / part} lacks {len(missing)} weights, {missing[0]} first", _REPAIR)
     return model.to(device).eval().requires_grad_(False)
+
+
+def load_other(loader: Any, folder: Path, part: str) -> Any:
+    """A tokenizer, a scheduler or an image processor of a checkpoint."""
+    if part.startswith("tokenizer") and not any((folder / part / name).is_file() for name in _TOKENIZER_FILES):
+        raise CheckpointError(f"{folder / part} holds no vocabulary ({', '.join(_TOKENIZER_FILES)})", _REPAIR)
+    try:
+        return loader.from_pretrained(folder, subfolder=part)
+    except Exception as error:
+        raise CheckpointError(f"{folder / part} can't be loaded: {error}", _REPAIR) from error
 
 
 def save_checkpoint(components: Any, folder: Path, pipeline: str) -> None:

@@ -21,6 +21,7 @@ from qflux.ragged.layout import ImageShape, image_tokens
 from qflux.ragged.patches import pack, token_shape
 from qflux.sampling.sampler import denoise, schedules
 
+MOST_PIXELS = 4096 * 4096
 OnStep = Callable[[int, int], None]
 
 
@@ -165,4 +166,6 @@ class Predictor:
 def _checked(size: tuple[int, int]) -> tuple[int, int]:
     if any(side < STEP or side % STEP for side in size):
         raise DataError(f"the size {size[0]}x{size[1]} is not possible", f"use multiples of {STEP} pixels.")
+    if size[0] * size[1] > MOST_PIXELS:
+        raise DataError(f"the size {size[0]}x{size[1]} is beyond anything the models know", "use at most 4096x4096.")
     return size

@@ -30,6 +30,9 @@ from qflux.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 
+FILES = {"adapter.safetensors", "optimizer.safetensors", "state.json"}
+
+
 @dataclass(frozen=True)
 class TrainingState:
     """What moves during training: parameters by name, their optimizer, the schedule."""
@@ -61,6 +64,16 @@ class Checkpoints:
             shutil.rmtree(final)
         staging = self.folder / f".{final.name}.{os.getpid()}.tmp"
         shutil.rmtree(staging, ignore_errors=True)
+        try:
+            self._write(staging, step, state)
+            staging.rename(final)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        sync_folder(self.folder)
+        self._rotate(final)
+        return final
+
+    def _write(self, staging: Path, step: int, state: TrainingState) -> None:
         staging.mkdir(parents=True)
         tensors, scalars = _flatten_optimizer(state.optimizer.state_dict())
         write_tensors(staging / "adapter.safetensors", dict(state.parameters))
@@ -76,20 +89,19 @@ class Checkpoints:
         )
         files = {file.name: [file.stat().st_size, file_hash(file)] for file in sorted(staging.iterdir())}
         write_json(staging / "manifest.json", files)
-        staging.rename(final)
-        sync_folder(self.folder)
-        self._rotate(final)
-        return final
 
     def resume(self, state: TrainingState) -> int:
         """Load the newest complete checkpoint into `state`; the number of steps done, 0 if there is none."""
-        for folder in sorted(self.folder.glob("step-*"), reverse=True):
+        for folder in reversed(self._all()):
             fault = _fault(folder)
             if fault:
                 logger.warning("checkpoint %s is skipped: %s", folder, fault)
                 continue
             return self._load(folder, state)
         return 0
+
+    def _all(self) -> list[Path]:
+        return sorted(self.folder.glob("step-" + "[0-9]" * 8))
 
     def _load(self, folder: Path, state: TrainingState) -> int:
         saved = json.loads((folder / "state.json").read_text())
@@ -117,8 +129,8 @@ class Checkpoints:
 
     def _rotate(self, newest: Path) -> None:
         """Remove older checkpoints than the last `keep`. Damaged later ones must not push out what was just saved."""
-        older = [folder for folder in sorted(self.folder.glob("step-*")) if folder.name < newest.name]
-        for old in older[: len(older) - self._keep + 1]:
+        older = [folder for folder in self._all() if folder.name < newest.name]
+        for old in older[: max(0, len(older) - self._keep + 1)]:
             shutil.rmtree(old, ignore_errors=True)
         for torn in self.folder.glob(".step-*.tmp"):
             shutil.rmtree(torn, ignore_errors=True)
@@ -128,11 +140,13 @@ def _fault(folder: Path) -> str | None:
     """Why a checkpoint can't be used, if so."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
+        if not isinstance(manifest, dict) or manifest.keys() != FILES:
+            return "its manifest does not list the files of a checkpoint"
         for name, (size, digest) in manifest.items():
             file = folder / name
             if file.stat().st_size != size or file_hash(file) != digest:
                 return f"{name} is not what the manifest says"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         return str(error)
     return None
 

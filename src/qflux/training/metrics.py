@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from qflux.data.store import write_bytes
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -35,16 +37,20 @@ class MetricsFile:
 
     def __init__(self, path: Path, steps_done: int) -> None:
         self._path = path
-        kept = [line for line in self._lines() if json.loads(line)["step"] <= steps_done]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{line}\n" for line in kept))
+        kept = [line for line in self._lines() if 0 < _step_of(line) <= steps_done]
+        write_bytes(path, "".join(f"{line}\n" for line in kept).encode())
 
     def __call__(self, report: StepReport) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps(asdict(report)) + "\n")
 
     def _lines(self) -> list[str]:
-        if not self._path.is_file():
-            return []
-        lines = self._path.read_text().splitlines()
-        return [line for line in lines if line.endswith("}")]
+        return self._path.read_text(errors="replace").splitlines() if self._path.is_file() else []
+
+
+def _step_of(line: str) -> int:
+    """The step of a line, 0 if it is torn or foreign."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return 0

@@ -26,9 +26,11 @@ def build_optimizer(settings: OptimizerSettings, parameters: Iterable[nn.Paramet
         ) from None
     if not (inspect.isclass(optimizer_class) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise ConfigError(f"optimizer.class_path: {settings.class_path} is not a torch optimizer")
+    if optimizer_class is torch.optim.LBFGS:
+        raise ConfigError("optimizer.class_path: LBFGS evaluates the loss several times a step, which is not supported")
     try:
         return optimizer_class(list(parameters), **settings.init_args)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, IndexError) as error:
         accepted = ", ".join(list(inspect.signature(optimizer_class).parameters)[1:])
         raise ConfigError(f"optimizer.init_args: {error}", f"{class_name} takes {accepted}.") from None
 

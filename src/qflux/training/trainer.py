@@ -30,7 +30,7 @@ from qflux.data.batch import EditBatch
 from qflux.data.cache import EmbeddingCacheManager
 from qflux.data.plan import EpochPlan, PlannedStep
 from qflux.data.store import key_of, seed_of, write_bytes
-from qflux.errors import CheckpointError, ConfigError, QfluxError
+from qflux.errors import CheckpointError, ConfigError, Interrupted, QfluxError
 from qflux.losses.objective import Objective
 from qflux.losses.timesteps import draw
 from qflux.models import Family, get_family
@@ -46,6 +46,7 @@ from qflux.training.encode import (
     fill_cache,
     require_complete,
 )
+from qflux.training.interrupt import StopRequest, deferred_signals, exclusive
 from qflux.training.metrics import Listener, MetricsFile, StepReport
 from qflux.training.optim import build_optimizer, build_schedule
 
@@ -87,17 +88,25 @@ class Trainer:
         """Encode every sample that is not in the cache yet."""
         planner = SamplePlanner(self.config, self.family, self.store)
         planned = planner.plan()
-        parts = (*self.family.text_parts, *self.family.image_parts)
-        components = self.family.load(self.config.model.pretrained, parts, self.dtype, self.device)
-        encoder = self.family.encoder(components, self.max_sequence_length)
-        report = fill_cache(planned, encoder, self.store, progress)
-        report.skipped = planner.skipped
+        missing = [sample for sample in planned if not self.store.is_complete(sample.keys)]
+        if missing:
+            parts = (*self.family.text_parts, *self.family.image_parts)
+            components = self.family.load(self.config.model.pretrained, parts, self.dtype, self.device)
+            encoder = self.family.encoder(components, self.max_sequence_length)
+            report = fill_cache(missing, encoder, self.store, progress)
+        else:
+            report = CacheReport()
+        complete = [sample for sample in planned if sample not in missing]
+        report.reused_entries += len({entry for sample in complete for entry in sample.keys.entries})
+        report.samples, report.skipped = len(planned), planner.skipped
         return report
 
     def samples(self) -> list[PlannedSample]:
         """The samples of the config, all of them cached."""
         planned = SamplePlanner(self.config, self.family, self.store).plan()
         require_complete(planned, self.store)
+        if self.config.loss.use_mask_loss and not any(sample.keys.mask for sample in planned):
+            logger.warning("loss.use_mask_loss is on, but no sample has a mask: everything counts as edited")
         return planned
 
     def fit(self, listener: Listener | None = None) -> FitResult:
@@ -119,8 +128,23 @@ class Trainer:
         parameters = trainable(transformer)
         optimizer = build_optimizer(config.optimizer, parameters.values())
         state = TrainingState(parameters, optimizer, build_schedule(config.train, optimizer, total))
-        objective = Objective(config.loss)
 
+        with exclusive(config.run_dir), deferred_signals() as stop:
+            return self._train(samples, plan, total, transformer, state, stop, listener)
+
+    def _train(
+        self,
+        samples: list[PlannedSample],
+        plan: EpochPlan,
+        total: int,
+        transformer: nn.Module,
+        state: TrainingState,
+        stop: StopRequest,
+        listener: Listener | None,
+    ) -> FitResult:
+        """The loop: every step of the plan that is not done yet."""
+        config, parameters, optimizer = self.config, state.parameters, state.optimizer
+        objective = Objective(config.loss)
         checkpoints = Checkpoints(
             config.run_dir / "checkpoints", _path_settings(config, samples, total), config.train.keep_checkpoints
         )
@@ -167,8 +191,10 @@ class Trainer:
             metrics(report)
             if listener:
                 listener(report)
-            if report.step % config.train.checkpoint_every == 0 or report.step == total:
+            if report.step % config.train.checkpoint_every == 0 or report.step == total or stop.requested:
                 checkpoints.save(report.step, state)
+            if stop.requested and report.step < total:
+                raise Interrupted(f"stopped and saved after step {report.step} of {total}")
 
         adapter = save_adapter(transformer, config.run_dir / "adapter")
         return FitResult(adapter, total, done, losses[0] if losses else None, losses[-1] if losses else None)
@@ -273,6 +299,8 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
+        if name == "meta":
+            raise RuntimeError("it holds no data")
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(

@@ -15,7 +15,7 @@ from qflux.models.flux_kontext.components import FluxKontextComponents
 from qflux.models.flux_kontext.encoders import FluxKontextEncoder
 from qflux.models.flux_kontext.tiny import tiny
 from qflux.models.flux_kontext.transformer import FluxTransformer2DModel
-from qflux.models.loading import checkpoint_folder, load_part
+from qflux.models.loading import checkpoint_folder, load_other, load_part
 from qflux.ragged.rope import image_ids
 
 _MODELS: dict[str, Any] = {
@@ -38,7 +38,7 @@ def load(pretrained: str, parts: Sequence[str], dtype: torch.dtype, device: torc
         if part in _MODELS:
             setattr(components, part, load_part(_MODELS[part], folder, part, dtype, device))
         else:
-            setattr(components, part, _OTHERS[part].from_pretrained(folder, subfolder=part))
+            setattr(components, part, load_other(_OTHERS[part], folder, part))
     return components
 
 

@@ -14,7 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from qflux.data.geometry import Transform
 from qflux.models.family import Defaults, Family, ModelInputs, PromptView
-from qflux.models.loading import checkpoint_folder, load_part
+from qflux.models.loading import checkpoint_folder, load_other, load_part
 from qflux.models.qwen_image.components import QwenImageComponents
 from qflux.models.qwen_image.encoders import QwenImageEncoder
 from qflux.models.qwen_image.prompts import (
@@ -42,11 +42,11 @@ def load(pretrained: str, parts: Sequence[str], dtype: torch.dtype, device: torc
         if part in _MODELS:
             setattr(components, part, load_part(_MODELS[part], folder, part, dtype, device))
     if "scheduler" in parts:
-        components.scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder, subfolder="scheduler")
+        components.scheduler = load_other(FlowMatchEulerDiscreteScheduler, folder, "scheduler")
     if "tokenizer" in parts:
-        components.tokenizer = Qwen2Tokenizer.from_pretrained(folder, subfolder="tokenizer")
+        components.tokenizer = load_other(Qwen2Tokenizer, folder, "tokenizer")
     if "processor" in parts:
-        image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder, subfolder="processor")
+        image_processor = load_other(Qwen2VLImageProcessorPil, folder, "processor")
         components.processor = PromptProcessor(components.tokenizer, image_processor)
     return components
 

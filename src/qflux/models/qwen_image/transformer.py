@@ -57,7 +57,7 @@ class RaggedQwenImageBlock(QwenImageTransformerBlock):
         image, text = hidden_states, encoder_hidden_states
         of_text = layout.text_sample
         of_image = layout.image_sample if modulate_index is None else modulate_index
-        text_temb = temb[: layout.batch_size]
+        text_temb = temb if modulate_index is None else temb.chunk(2)[0]
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = self.img_mod(temb).chunk(6, dim=-1)
         c_shift, c_scale, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = self.txt_mod(text_temb).chunk(6, dim=-1)
 

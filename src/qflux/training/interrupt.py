@@ -1,0 +1,61 @@
+"""Stopping a run without losing it: signals wait for the end of a step, and a folder belongs to one run at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from qflux.errors import QfluxError
+
+
+class StopRequest:
+    """Whether SIGINT or SIGTERM has arrived. A second SIGINT interrupts at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def _receive(self, number: int, frame: Any) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+@contextmanager
+def deferred_signals() -> Iterator[StopRequest]:
+    """Catch SIGINT and SIGTERM for the length of the block; outside the main thread signals can't be caught."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    previous = {number: signal.signal(number, request._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield request
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Hold `folder` for this process; released by the system however the process ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+            raise QfluxError(
+                f"another run (process {owner}) is writing to {folder}", "wait for it, or choose another run_name."
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
