@@ -1,5 +1,6 @@
 # Every target does its own set-up and can be run again.
 PYTHON ?= python3
+FAMILY ?= flux-kontext
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -13,7 +14,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/qflux demo
+	$(BIN)/qflux demo --family $(FAMILY)
 
 test: $(STAMP)
 	$(BIN)/pytest

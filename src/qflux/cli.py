@@ -44,14 +44,16 @@ Overrides = Annotated[
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
+    output: Annotated[Path | None, typer.Option(help="Where everything is written. Default: below runs/.")] = None,
+    family: Annotated[str, typer.Option(help="Which family to try.")] = "flux-kontext",
     set_: Overrides = None,
 ) -> None:
     """Try everything offline: synthetic data, a tiny model, cache, fit and predict."""
     from qflux.demo.run import DemoProgress, demo_config, run_demo  # noqa: PLC0415
 
     started = time.perf_counter()
-    config = demo_config(output, set_ or [])
+    default = Path("runs/demo" if family == "flux-kontext" else f"runs/demo-{family}")
+    config = demo_config(output or default, set_ or [], family)
     with _bar() as bar:
         tasks: dict[str, TaskID] = {}
 

@@ -1,4 +1,5 @@
-"""A synthetic edit data set: recolour the shape. Several sizes and aspect ratios, one and two controls, masks."""
+"""Synthetic data sets of several sizes and aspect ratios: recolour the shape, with one and two controls and masks; or,
+for models that edit nothing, paint it."""
 
 from __future__ import annotations
 
@@ -23,10 +24,11 @@ COLOURS = {
 }
 
 
-def write_data_set(root: Path, count: int = 24, seed: int = 0) -> None:
+def write_data_set(root: Path, count: int = 24, seed: int = 0, edits: bool = True) -> None:
     """Write `count` samples in the folder layout of `qflux.data.sources`. Equal seeds give equal files.
 
     Every third sample takes the new colour from a second control instead of naming it; every second one has a mask.
+    Without `edits` there are neither controls nor masks, and the prompt describes the picture.
     """
     rng = random.Random(seed)
     for folder in (TARGETS, CONTROLS):
@@ -37,8 +39,11 @@ def write_data_set(root: Path, count: int = 24, seed: int = 0) -> None:
         before, after = rng.sample(sorted(COLOURS), 2)
         size = SIZES[index % len(SIZES)]
         scene = _Scene(size, shape, rng)
-        scene.paint(COLOURS[before]).save(root / CONTROLS / f"{base}.png")
         scene.paint(COLOURS[after]).save(root / TARGETS / f"{base}.png")
+        if not edits:
+            (root / TARGETS / f"{base}.txt").write_text(f"a {after} {shape} on soft stripes\n", encoding="utf-8")
+            continue
+        scene.paint(COLOURS[before]).save(root / CONTROLS / f"{base}.png")
         prompt = f"make the {shape} {after}"
         if index % 3 == 2:
             prompt = f"give the {shape} the colour of the second image"

@@ -71,12 +71,19 @@ class DemoProgress:
     update: Callable[[str, int, int, str], None]
 
 
-def demo_config(output_dir: Path, overrides: list[str] | None = None) -> Config:
+def demo_config(output_dir: Path, overrides: list[str] | None = None, family: str = "flux-kontext") -> Config:
     """The demo's config with everything under `output_dir`."""
     settings = copy.deepcopy(SETTINGS)
+    settings["family"] = family
     settings["output_dir"] = str(output_dir)
     settings["model"]["pretrained"] = str(output_dir / "model")
     settings["data"]["path"] = str(output_dir / "data")
+    if get_family(family).defaults.true_cfg_scale > 1:
+        settings["predict"]["negative_prompt"] = " "
+    if get_family(family).controls == (0, 0):
+        settings["loss"]["use_mask_loss"] = False
+    if family != SETTINGS["family"]:
+        settings["model"]["max_sequence_length"] = None
     return load_config(settings, overrides or [])
 
 
@@ -84,7 +91,7 @@ def run_demo(config: Config, progress: DemoProgress) -> DemoSummary:
     """Everything from an empty folder to pictures. Run again, it reuses what is there."""
     data, model = config.data.path, Path(config.model.pretrained)
     family = get_family(config.family)
-    _make_once(data, lambda folder: write_data_set(folder, SAMPLES, config.seed))
+    _make_once(data, lambda folder: write_data_set(folder, SAMPLES, config.seed, family.controls != (0, 0)))
     _make_once(model, lambda folder: save_checkpoint(family.tiny(config.seed), folder, family.pipeline))
 
     trainer = Trainer(config)
@@ -97,7 +104,7 @@ def run_demo(config: Config, progress: DemoProgress) -> DemoSummary:
     samples = sorted(trainer.samples(), key=lambda sample: sample.example.name)
     pictures = config.run_dir / "samples"
     grid = _write(pictures / "grid.png", _predictions(trainer, samples, result.adapter, progress))
-    layout = _write(pictures / "batch.png", _batch_picture(samples, config))
+    layout = _write(pictures / "batch.png", _batch_picture(samples, trainer))
     reports = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     tenth = max(1, len(reports) // 10)
     sizes = Counter("{}x{}".format(*sample.transforms[0].size[::-1]) for sample in samples)
@@ -129,13 +136,18 @@ def _predictions(trainer: Trainer, samples: list[PlannedSample], adapter: Path, 
     settings = trainer.config.predict
     shown = [samples[index] for index in SHOWN]
     edits = [
-        Edit(tuple(load_rgb(path) for path in s.example.controls), s.example.prompt, seed=settings.seed) for s in shown
+        Edit(
+            controls=tuple(load_rgb(path) for path in sample.example.controls),
+            prompt=sample.example.prompt,
+            negative_prompt=settings.negative_prompt,
+            seed=settings.seed,
+            size=sample.transforms[0].size,
+        )
+        for sample in shown
     ]
+    note = f"{len(edits)} images in one batch"
     predicted = trainer.predictor(adapter)(
-        edits,
-        settings.num_inference_steps,
-        settings.guidance_scale,
-        lambda done, total: progress.update("predict", done, total, f"{len(edits)} edits in one batch"),
+        edits, on_step=lambda done, total: progress.update("predict", done, total, note)
     )
     rows = []
     for sample, result in zip(shown, predicted, strict=True):
@@ -151,17 +163,18 @@ def _predictions(trainer: Trainer, samples: list[PlannedSample], adapter: Path, 
                 {**images, "target": target(load_rgb(sample.example.target)), "prediction": result},
             )
         )
-    return edit_grid(rows, ["control", "control 2", "target", "prediction"])
+    used = {column for row in rows for column in row.images}
+    return edit_grid(rows, [c for c in ("control", "control 2", "target", "prediction") if c in used])
 
 
-def _batch_picture(samples: list[PlannedSample], config: Config) -> Image.Image:
+def _batch_picture(samples: list[PlannedSample], trainer: Trainer) -> Image.Image:
     shown = [samples[index] for index in SHOWN]
     rows = []
     for sample in shown:
         height, width = sample.transforms[0].size
         target, *controls = (rows * columns for _, rows, columns in sample.keys.img_shapes)
-        label = f"{width}x{height}, {len(controls)} control{'s' if len(controls) > 1 else ''}"
-        rows.append(SampleTokens(label, config.model.max_sequence_length or 0, target, tuple(controls)))
+        label = f"{width}x{height}, {len(controls)} control{'' if len(controls) == 1 else 's'}"
+        rows.append(SampleTokens(label, len(trainer.store.load(sample.keys).text.tokens), target, tuple(controls)))
     return batch_layout(rows)
 
 
