@@ -1,9 +1,10 @@
 """One LoRA training step on samples of different sizes: padded against packed, in one run.
 
     python benchmarks/mixed_batch.py                     # CUDA: the full 12B shape; CPU: scaled down
+    python benchmarks/mixed_batch.py --model qwen        # Qwen-Image 20B instead of FLUX 12B
     python benchmarks/mixed_batch.py --rows packed       # some rows only
 
-The batches are four edits, 512 text tokens and 2 n image tokens (target and control) each:
+The batches are four edits of 2 n image tokens (target and control), with 512 text tokens (FLUX) or 260 to 700 (Qwen):
 n = 1024 / 1600 / 2304 / 4096 (45 % of a padded batch is padding) and n = 1024 / 1600 / 1536 / 1872 (19 %).
 Weights are random: speed and memory do not depend on them.
 
@@ -21,8 +22,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import torch
@@ -30,8 +32,10 @@ from torch import Tensor
 
 from qflux.adapters.lora import inject
 from qflux.config import LoraSettings
-from qflux.models.flux_kontext.transformer import FluxTransformer2DModel
-from qflux.ragged.layout import PackedLayout, PaddedLayout, padding_ratio
+from qflux.data.encoded import TextEmbedding
+from qflux.models import FluxTransformer2DModel, QwenImageTransformer2DModel, get_family
+from qflux.models.family import ModelInputs
+from qflux.ragged.layout import PackedLayout, PaddedLayout, image_tokens, padding_ratio
 from qflux.ragged.rope import image_ids
 
 H200_PEAK = 989e12
@@ -40,13 +44,15 @@ BATCHES = {"45 %": (1024, 1600, 2304, 4096), "19 %": (1024, 1600, 1536, 1872)}
 
 @dataclass(frozen=True)
 class Scale:
-    """The size of one benchmark: the model, and how many tokens the batches are divided by."""
+    """The size of one benchmark: the model, how many tokens the batches are divided by, and their text lengths."""
 
     name: str
+    family: str
     layers: int
     single_layers: int
     heads: int
     text_width: int
+    text_lengths: tuple[int, ...]
     divide: int
     dtype: torch.dtype
     repeats: int
@@ -56,91 +62,96 @@ class Scale:
         return self.heads * 128
 
 
-FULL = Scale("FLUX 12B", 19, 38, 24, 4096, 1, torch.bfloat16, 3)
-SMALL = Scale("FLUX scaled down", 2, 4, 4, 256, 4, torch.float32, 3)
+FLUX_TEXT, QWEN_TEXT = (512,) * 4, (260, 400, 560, 700)
+FULL = {
+    "flux": Scale("FLUX 12B", "flux-kontext", 19, 38, 24, 4096, FLUX_TEXT, 1, torch.bfloat16, 3),
+    "qwen": Scale("Qwen-Image 20B", "qwen-image-edit", 60, 0, 24, 3584, QWEN_TEXT, 1, torch.bfloat16, 3),
+}
+SMALL = {
+    "flux": Scale("FLUX scaled down", "flux-kontext", 2, 4, 4, 256, FLUX_TEXT, 4, torch.float32, 3),
+    "qwen": Scale("Qwen-Image scaled down", "qwen-image-edit", 6, 0, 4, 256, QWEN_TEXT, 4, torch.float32, 3),
+}
 
 
 @dataclass
 class Batch:
-    """Four edits as packed tokens."""
+    """Four edits: target and control of n tokens each, and their text."""
 
     targets: list[int]
-    text_length: int
-    layout: PackedLayout = field(init=False)
+    text_lengths: list[int]
 
     def __post_init__(self) -> None:
         self.shapes = [[(1, n // 16, 16), (1, n // 16, 16)] for n in self.targets]
-        self.layout = PackedLayout.from_shapes([self.text_length] * len(self.targets), self.shapes)
+
+    @property
+    def image_lengths(self) -> list[int]:
+        return [image_tokens(shapes) for shapes in self.shapes]
 
     @property
     def lengths(self) -> list[int]:
-        return [self.text_length + 2 * n for n in self.targets]
+        return [text + image for text, image in zip(self.text_lengths, self.image_lengths, strict=True)]
 
 
-def build_model(scale: Scale, device: str) -> FluxTransformer2DModel:
+def build_model(scale: Scale, device: str) -> Any:
+    common = {"num_attention_heads": scale.heads, "joint_attention_dim": scale.text_width, "num_layers": scale.layers}
     with torch.device("meta"):
-        model = FluxTransformer2DModel(
-            num_layers=scale.layers,
-            num_single_layers=scale.single_layers,
-            num_attention_heads=scale.heads,
-            joint_attention_dim=scale.text_width,
-            guidance_embeds=True,
-        )
+        if scale.single_layers:
+            model = FluxTransformer2DModel(**common, num_single_layers=scale.single_layers, guidance_embeds=True)
+        else:
+            model = QwenImageTransformer2DModel(**common)
     model = model.to(scale.dtype).to_empty(device=device).requires_grad_(False)
     for parameter in model.parameters():
         parameter.normal_(0.0, 0.02)
+    if not scale.single_layers:  # its tables are plain attributes, and were made on the meta device
+        model.pos_embed = type(model.pos_embed)(theta=10000, axes_dim=[16, 56, 56], scale_rope=True)
     inject(model, LoraSettings(rank=16), seed=0)
     return model.train()
 
 
-def training_step(
-    model: FluxTransformer2DModel, scale: Scale, batch: Batch, mode: str, device: str
-) -> Callable[[], None]:
+def training_step(model: Any, scale: Scale, batch: Batch, mode: str, device: str) -> Callable[[], None]:
     """A closure that does one optimizer step in `mode`: packed, padded, or padded through diffusers' own forward."""
+    options: dict[str, Any] = {"device": device, "dtype": scale.dtype}
     count = len(batch.targets)
     torch.manual_seed(0)
-    image = torch.randn(sum(batch.layout.image_lengths), 64, device=device, dtype=scale.dtype)
-    text = torch.randn(sum(batch.layout.text_lengths), scale.text_width, device=device, dtype=scale.dtype)
-    pooled = torch.randn(count, 768, device=device, dtype=scale.dtype)
-    sigma, guidance = torch.rand(count, device=device), torch.full((count,), 3.5, device=device)
+    image = torch.randn(sum(batch.image_lengths), 64, **options)
+    text = [
+        TextEmbedding(torch.randn(n, scale.text_width, **options), torch.randn(768, **options))
+        for n in batch.text_lengths
+    ]
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     goal = torch.randn_like(image)
-
-    packed = PackedLayout.from_shapes(batch.layout.text_lengths, batch.shapes, device)
-    padded = PaddedLayout.of(packed)
-
-    def predict() -> Tensor:
-        if mode == "diffusers":
-            conditions = {"pooled_projections": pooled, "timestep": sigma, "guidance": guidance}
-            return padded.leave_image(stock_forward(model, padded, image, text, **conditions))
-        layout = padded if mode == "padded" else packed
-        ids, text_ids = image_ids(batch.shapes, device), torch.zeros(len(text), 3, device=device)
-        return model(image, text, pooled, sigma, ids, text_ids, guidance, layout=layout, return_dict=False)[0]
+    inputs = ModelInputs(image, batch.shapes, text, torch.rand(count, device=device), 3.5, padded=mode == "padded")
+    velocity = get_family(scale.family).velocity
 
     def step() -> None:
-        (predict() - goal).float().square().mean().backward()
+        predicted = stock_velocity(model, inputs) if mode == "diffusers" else velocity(model, inputs)
+        (predicted - goal).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
-def stock_forward(
-    model: FluxTransformer2DModel, padded: PaddedLayout, image: Tensor, text: Tensor, **conditions: Tensor
-) -> Tensor:
-    """diffusers' forward on the padded batch with a mask, for its time: all samples share one set of positions."""
+def stock_velocity(model: Any, inputs: ModelInputs) -> Tensor:
+    """diffusers' own FLUX forward on the padded batch with a mask, for its time: all samples share their positions."""
+    padded = PaddedLayout.of(
+        PackedLayout.from_shapes([len(t.tokens) for t in inputs.text], inputs.img_shapes, inputs.images.device)
+    )
     count = padded.batch_size
-    images, texts = (x.unflatten(0, (count, -1)) for x in (padded.enter_image(image), padded.enter_text(text)))
+    images = padded.enter_image(inputs.images).unflatten(0, (count, -1))
+    texts = padded.enter_text(torch.cat([item.tokens for item in inputs.text])).unflatten(0, (count, -1))
     output = diffusers.FluxTransformer2DModel.forward(
         model,
         images,
         texts,
-        img_ids=image_ids([[(1, images.shape[1], 1)]], image.device),
-        txt_ids=torch.zeros(texts.shape[1], 3, device=image.device),
+        pooled_projections=torch.stack([item.pooled for item in inputs.text if item.pooled is not None]),
+        timestep=inputs.sigma,
+        guidance=torch.full_like(inputs.sigma, inputs.guidance),
+        img_ids=image_ids([[(1, images.shape[1], 1)]], images.device),
+        txt_ids=torch.zeros(texts.shape[1], 3, device=images.device),
         joint_attention_kwargs={"attention_mask": padded.key_mask[:, None, None, :]},
-        **conditions,
     )
-    return output.sample.flatten(0, 1)
+    return padded.leave_image(output.sample.flatten(0, 1))
 
 
 def model_flops(scale: Scale, batch: Batch) -> float:
@@ -215,12 +226,13 @@ ROWS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["flux", "qwen"], default="flux")
     parser.add_argument("--rows", nargs="*", default=sorted({mode for mode, *_ in ROWS}), help="modes to run")
     parser.add_argument("--batches", nargs="*", default=list(BATCHES), help="batches to run")
     arguments = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    scale = FULL if device == "cuda" else SMALL
+    scale = (FULL if device == "cuda" else SMALL)[arguments.model]
     peak = H200_PEAK if device == "cuda" else cpu_peak()
     machine = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{scale.name}, LoRA rank 16, {scale.dtype}, {machine}, torch {torch.__version__}; ", end="")
@@ -232,19 +244,22 @@ def main() -> None:
         "|---|" * 1 + "---|" * 7,
     ]
     for name in arguments.batches:
-        batch = Batch([n // scale.divide for n in BATCHES[name]], 512 // scale.divide)
+        texts = [n // scale.divide for n in scale.text_lengths]
+        batch = Batch([n // scale.divide for n in BATCHES[name]], texts)
         baseline: dict[bool, float] = {}
         for mode, compiled, checkpointing in ROWS:
             if mode not in arguments.rows or (device == "cpu" and (compiled or not checkpointing)):
                 continue
+            if mode == "diffusers" and arguments.model == "qwen":  # it can't mask image tokens at all
+                continue
             # cuDNN attention crashes on a padded, masked, checkpointed 12B batch (torch 2.11).
             torch.backends.cuda.enable_cudnn_sdp(mode.startswith("packed"))
-            set_execution(model, compiled, checkpointing)
+            set_execution(model, scale, compiled, checkpointing)
             seconds, gib = measure(training_step(model, scale, batch, mode, device), scale, device, 1 + compiled)
             if mode == "padded":
                 baseline[compiled] = seconds
             cells = (
-                f"{name} ({padding_ratio(batch.layout.image_lengths):.1%})",
+                f"{name} ({padding_ratio(batch.image_lengths):.1%})",
                 mode,
                 "compiled" if compiled else "eager",
                 "full" if checkpointing else "off",
@@ -261,8 +276,8 @@ def main() -> None:
     print("\n" + "\n".join(table))
 
 
-def set_execution(model: FluxTransformer2DModel, compiled: bool, checkpointing: bool) -> None:
-    for block in [*model.transformer_blocks, *model.single_transformer_blocks]:
+def set_execution(model: Any, scale: Scale, compiled: bool, checkpointing: bool) -> None:
+    for block in get_family(scale.family).blocks(model):
         block._compiled_call_impl = None
         if compiled:
             block.compile(dynamic=True)
