@@ -54,7 +54,7 @@ def make_config(checkpoint: Path, data_set: Path, cache: Path, output: Path, *ov
     return load_config(
         {
             "output_dir": str(output),
-            "model": {"pretrained": str(checkpoint), "dtype": "float32", "device": "cpu", "max_sequence_length": 32},
+            "model": {"pretrained": str(checkpoint), "dtype": "float32", "device": "cpu", "max_sequence_length": 64},
             "data": {
                 "path": str(data_set),
                 "batch_size": 4,

@@ -88,7 +88,8 @@ def cache(config: ConfigFile, set_: Overrides = None) -> None:
         task = bar.add_task("cache", total=None, note="samples")
         report = trainer.cache(lambda done, total: bar.update(task, completed=done, total=total))
     entries = f"{report.new_entries} entries new, {report.reused_entries} reused"
-    _say(f"{report.samples} samples in {trainer.store.root}: {entries}.")
+    cut = f", {report.cut} prompts cut" if report.cut else ""
+    _say(f"{report.samples} samples in {trainer.store.root}: {entries}{cut}.")
 
 
 @app.command()

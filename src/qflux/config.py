@@ -124,6 +124,9 @@ class ModelSettings(Section):
     max_sequence_length: int | None = Field(
         default=None, ge=1, description="text tokens at most; default: 512 for FLUX, 1024 for Qwen"
     )
+    on_long_prompt: Literal["error", "truncate"] = Field(
+        default="error", description="what becomes of a longer prompt; those cut are counted"
+    )
 
 
 class CacheSettings(Section):

@@ -53,7 +53,7 @@ def pipeline_image(pipe, image, prompt, seed, steps) -> np.ndarray:
         _auto_resize=False,
         num_inference_steps=steps,
         guidance_scale=3.5,
-        max_sequence_length=32,
+        max_sequence_length=64,
         generator=torch.Generator().manual_seed(seed),
         output_type="np",
     ).images[0]

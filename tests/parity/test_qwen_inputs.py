@@ -91,3 +91,8 @@ def test_impossible_inputs_are_named(models, change, message):
     batch = PaddedBatch.of(samples_of([[(3, 4)], [(2, 2)]]), fill=0.0)
     with pytest.raises(ValueError, match=message):
         models.padded(batch, **{"attention_mask": batch.mask, **change})
+
+
+def test_positions_beyond_the_table_are_named(models):
+    with pytest.raises(ValueError, match="sample 1 has 1 images and needs 5002 positions"):
+        models.ours.positions([[(1, 2, 2)], [(1, 4, 4)]], [5, 5000], torch.device("cpu"))

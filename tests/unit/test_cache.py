@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from qflux.data.cache import EmbeddingCacheManager
 from qflux.data.store import write_tensors
-from qflux.errors import CacheError, CheckpointError, DataError
+from qflux.errors import CacheError, CheckpointError, ConfigError, DataError
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
 from qflux.training.trainer import Trainer
@@ -63,7 +63,7 @@ def test_exactly_what_changed_is_computed_again(project, tmp_path):
     assert new_entries(project()) == 1
     images = new_entries(project("data.processor.multi_resolutions=['64*64']"))
     assert images > 12, "every image and mask, no prompt"
-    assert new_entries(project("model.max_sequence_length=24")) > 0
+    assert new_entries(project("model.max_sequence_length=80")) > 0
 
 
 def test_renaming_and_moving_the_data_changes_nothing(project, tmp_path):
@@ -209,3 +209,15 @@ def test_extreme_images_are_an_error_or_skipped_and_named(project, tmp_path):
     report = Trainer(project("data.processor.on_extreme_aspect=skip")).cache()
     assert report.samples == 11
     assert "scene_001.png" in report.skipped[0]
+
+
+def test_a_prompt_beyond_the_limit_names_its_sample_or_is_counted(project, tmp_path):
+    (tmp_path / "data/training_images/scene_003.txt").write_text("word " * 60)
+    with pytest.raises(DataError, match=r"scene_003: a prompt of \d+ tokens is longer than 64"):
+        Trainer(project()).cache()
+    assert Trainer(project("model.on_long_prompt=truncate")).cache().cut == 1
+
+
+def test_more_text_than_a_family_takes_is_refused(project):
+    with pytest.raises(ConfigError, match="flux-kontext takes at most 512"):
+        Trainer(project("model.max_sequence_length=1024"))

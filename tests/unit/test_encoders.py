@@ -6,7 +6,8 @@ import pytest
 import torch
 from diffusers import FluxKontextPipeline
 
-from qflux.data.encoded import Prompt
+from qflux.data.encoded import Prompt, TextLimit
+from qflux.errors import DataError
 from qflux.models import get_family
 from qflux.ragged.patches import pack, token_shape
 
@@ -23,7 +24,7 @@ def pipe(components):
 
 @pytest.fixture(scope="module")
 def encoder(components):
-    return get_family("flux-kontext").encoder(components, 64)
+    return get_family("flux-kontext").encoder(components, TextLimit(64))
 
 
 def test_text_equals_the_pipelines(pipe, encoder):
@@ -34,9 +35,12 @@ def test_text_equals_the_pipelines(pipe, encoder):
         assert (embedding.pooled - pooled[0]).abs().max() <= 1e-5
 
 
-def test_a_prompt_that_is_cut_is_mentioned(encoder, caplog):
-    encoder.encode_text([Prompt("word " * 40)])
-    assert "is cut to 64" in caplog.text
+def test_a_prompt_beyond_the_limit_is_an_error_or_cut_and_counted(components, encoder):
+    with pytest.raises(DataError, match="longer than 64"):
+        encoder.encode_text([Prompt("word " * 40)])
+    limit = TextLimit(64, truncate=True)
+    (embedding,) = get_family("flux-kontext").encoder(components, limit).encode_text([Prompt("word " * 40)])
+    assert (len(embedding.tokens), limit.cut) == (64, 1)
 
 
 @pytest.mark.parametrize("size", [(64, 64), (48, 96), (112, 32)])

@@ -8,7 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from qflux.data.encoded import Prompt
+from qflux.data.encoded import Prompt, TextLimit
+from qflux.errors import DataError
 from qflux.models import get_family
 from qflux.models.qwen_image.prompts import ONE_IMAGE, PICTURES, TEXT_TO_IMAGE, condition_size
 from qflux.ragged.patches import pack, token_shape
@@ -31,8 +32,8 @@ def pipeline(name: str, parts):
     return getattr(diffusers, name)(**components)
 
 
-def encoder(family: str, parts, limit: int = 1024):
-    return get_family(family).encoder(parts, limit)
+def encoder(family: str, parts, limit: TextLimit | None = None):
+    return get_family(family).encoder(parts, limit or TextLimit(1024))
 
 
 def test_the_templates_drop_everything_up_to_the_users_words(parts):
@@ -89,10 +90,13 @@ def test_the_same_words_with_another_image_are_another_embedding(parts):
     assert (first.tokens - second.tokens).abs().max() > 1e-3
 
 
-def test_a_prompt_is_cut_at_the_limit_and_said_so(parts, caplog):
-    (embedding,) = encoder("qwen-image", parts, limit=6).encode_text([Prompt("many words in a long prompt")])
-    assert len(embedding.tokens) == 6
-    assert "is cut to 6" in caplog.text
+def test_a_prompt_beyond_the_limit_is_an_error_or_cut_and_counted(parts):
+    prompt = Prompt("many words in a long prompt")
+    with pytest.raises(DataError, match="longer than 6: 'many words"):
+        encoder("qwen-image", parts, TextLimit(6)).encode_text([prompt])
+    limit = TextLimit(6, truncate=True)
+    (embedding,) = encoder("qwen-image", parts, limit).encode_text([prompt])
+    assert (len(embedding.tokens), limit.cut) == (6, 1)
 
 
 @pytest.mark.parametrize("size", [(64, 64), (48, 96)])

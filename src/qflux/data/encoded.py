@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from PIL import Image
 from torch import Tensor
 
+from qflux.errors import DataError
 from qflux.ragged.layout import ImageShape, image_tokens
 
 
@@ -23,6 +24,27 @@ class Prompt:
     text: str
     text_2: str | None = None
     images: tuple[Image.Image, ...] = ()
+
+
+@dataclass
+class TextLimit:
+    """How many tokens a prompt may have, and what becomes of longer ones."""
+
+    tokens: int
+    truncate: bool = False
+    cut: int = 0
+    """Prompts that were cut so far."""
+
+    def apply(self, count: int, text: str) -> None:
+        """Note a prompt of `count` tokens: fine, cut and counted, or an error."""
+        if count <= self.tokens:
+            return
+        if not self.truncate:
+            raise DataError(
+                f"a prompt of {count} tokens is longer than {self.tokens}: {text[:60]!r}…",
+                "shorten it, raise model.max_sequence_length, or set model.on_long_prompt: truncate.",
+            )
+        self.cut += 1
 
 
 @dataclass(frozen=True)

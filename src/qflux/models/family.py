@@ -12,8 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from qflux.data.encoded import Prompt, TextEmbedding
+from qflux.config import Config
+from qflux.data.encoded import Prompt, TextEmbedding, TextLimit
 from qflux.data.geometry import Transform
+from qflux.errors import ConfigError, DataError
 from qflux.ragged.layout import ImageShape, PackedLayout, PaddedLayout, RaggedLayout
 
 
@@ -82,8 +84,8 @@ class Family:
     """`tiny(seed)`: all components, real classes, small and random."""
     load: Callable[[str, Sequence[str], torch.dtype, torch.device], Any]
     """`load(pretrained, parts, dtype, device)`: components with these parts filled."""
-    encoder: Callable[[Any, int], Encoder]
-    """`encoder(components, max_sequence_length)`."""
+    encoder: Callable[[Any, TextLimit], Encoder]
+    """`encoder(components, limit)`."""
     velocity: Callable[[nn.Module, ModelInputs], Tensor]
     """`velocity(transformer, inputs)`: `(N, C)`, of which the target rows mean something."""
     combine: Callable[[Tensor, Tensor, float], Tensor]
@@ -92,3 +94,19 @@ class Family:
     """The repeated blocks of a transformer: what is compiled and checkpointed."""
     image_channels: int = 64
     """Channels of an image token."""
+
+    def check_controls(self, count: int, what: str) -> None:
+        """An error if a sample can't have this many controls."""
+        least, most = self.controls
+        if count < least or (most is not None and count > most):
+            allowed = f"{least} or more" if most is None else f"{least}" if least == most else f"{least} to {most}"
+            raise DataError(f"{what}: {count} control images; {self.name} takes {allowed}")
+
+
+def text_limit(config: Config, family: Family) -> TextLimit:
+    """The limit on prompts that a config asks for; more than the family takes is an error."""
+    most = family.defaults.max_sequence_length
+    tokens = config.model.max_sequence_length or most
+    if tokens > most:
+        raise ConfigError(f"model.max_sequence_length is {tokens}; {family.name} takes at most {most}")
+    return TextLimit(tokens, truncate=config.model.on_long_prompt == "truncate")

@@ -15,7 +15,7 @@ from qflux.data.encoded import Prompt, TextEmbedding
 from qflux.data.geometry import ImageProcessor
 from qflux.data.images import to_image, to_pixels, to_rgb
 from qflux.errors import DataError
-from qflux.models.family import Family, ModelInputs
+from qflux.models.family import Family, ModelInputs, text_limit
 from qflux.ragged.interleave import Interleave
 from qflux.ragged.layout import ImageShape, image_tokens
 from qflux.ragged.patches import pack, token_shape
@@ -60,8 +60,7 @@ class Predictor:
         self._family = family
         self._transformer = components.transformer
         self._scheduler = components.scheduler
-        length = config.model.max_sequence_length or family.defaults.max_sequence_length
-        self._encoder = family.encoder(components, length)
+        self._encoder = family.encoder(components, text_limit(config, family))
         self._processor = ImageProcessor(config.data.processor)
         self._settings = config.predict
 
@@ -123,7 +122,7 @@ class Predictor:
 
     def _prepare(self, edit: Edit) -> _Prepared:
         device, dtype = self._transformer.device, self._transformer.dtype
-        self._check_count(edit)
+        self._family.check_controls(len(edit.controls), "edit")
         controls, shapes, seen = [], [], []
         for index, image in enumerate(map(to_rgb, edit.controls)):
             name = f"control image {index + 1}"
@@ -151,12 +150,6 @@ class Predictor:
             text=text,
             negative=negative[0] if negative else None,
         )
-
-    def _check_count(self, edit: Edit) -> None:
-        least, most = self._family.controls
-        if len(edit.controls) < least or (most is not None and len(edit.controls) > most):
-            allowed = f"{least}" if least == most else f"{least} or more"
-            raise DataError(f"{len(edit.controls)} control images given; {self._family.name} takes {allowed}")
 
     def _default_shape(self) -> ImageShape:
         """Without an image to edit and without a size: a square of the configured area."""

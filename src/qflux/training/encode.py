@@ -19,7 +19,7 @@ from qflux.data.images import image_size, load_mask, load_rgb, to_pixels
 from qflux.data.sources import EditExample, read_folder
 from qflux.data.store import key_of
 from qflux.errors import CacheError, DataError, QfluxError, collected
-from qflux.models.family import Encoder, Family
+from qflux.models.family import Encoder, Family, text_limit
 from qflux.models.loading import checkpoint_folder, identity
 from qflux.ragged.patches import mask_to_tokens, token_shape
 
@@ -46,6 +46,8 @@ class CacheReport:
     new_entries: int = 0
     reused_entries: int = 0
     skipped: list[str] = field(default_factory=list)
+    cut: int = 0
+    """Prompts that were longer than allowed, and were cut."""
 
 
 Progress = Callable[[int, int], None]
@@ -93,12 +95,7 @@ class SamplePlanner:
         return sorted(planned, key=lambda sample: sample.keys.id)
 
     def _plan_one(self, example: EditExample) -> PlannedSample:
-        least, most = self._family.controls
-        if len(example.controls) < least or (most is not None and len(example.controls) > most):
-            allowed = f"{least}" if least == most else f"{least} or more"
-            raise DataError(
-                f"{example.target}: {len(example.controls)} control images; {self._family.name} takes {allowed}"
-            )
+        self._family.check_controls(len(example.controls), str(example.target))
         target_size = image_size(example.target)
         target = self._processor.target(*target_size, name=str(example.target))
         transforms, views = [target], []
@@ -120,7 +117,7 @@ class SamplePlanner:
         images = (example.target, *example.controls)
         content = [hash_of(path) for path in images]
         mask = hash_of(example.mask) if example.mask else None
-        length = self._config.model.max_sequence_length or self._family.defaults.max_sequence_length
+        length = text_limit(self._config, self._family).tokens
         seen = [(digest, view.key) for digest, view in zip(content[1:], views, strict=True) if view]
         prompt = (self._family.name, example.prompt, seen, length)
         return SampleKeys(
@@ -174,7 +171,10 @@ def _entries(sample: PlannedSample, encoder: Encoder) -> list[tuple[str, str, Ca
     def text() -> Mapping[str, Tensor]:
         seen = zip(example.controls, sample.views, strict=True)
         images = tuple(view(load_rgb(path)) for path, view in seen if view)
-        embedding = encoder.encode_text([Prompt(example.prompt, images=images)])[0]
+        try:
+            embedding = encoder.encode_text([Prompt(example.prompt, images=images)])[0]
+        except DataError as error:
+            raise DataError(f"{example.name}: {error.problem}", error.remedy) from None
         return {"tokens": embedding.tokens} | ({} if embedding.pooled is None else {"pooled": embedding.pooled})
 
     def image(path: Path, transform: Transform) -> Mapping[str, Tensor]:

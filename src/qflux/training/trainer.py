@@ -34,7 +34,7 @@ from qflux.errors import CheckpointError, ConfigError, Interrupted, QfluxError
 from qflux.losses.objective import Objective
 from qflux.losses.timesteps import draw
 from qflux.models import Family, get_family
-from qflux.models.family import ModelInputs
+from qflux.models.family import ModelInputs, text_limit
 from qflux.ragged.layout import image_tokens
 from qflux.sampling.predict import Edit, Predictor
 from qflux.training.checkpoint import Checkpoints, TrainingState
@@ -77,12 +77,7 @@ class Trainer:
         self.device = _device(config.model.device)
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.store = EmbeddingCacheManager(config.cache_dir)
-        self.max_sequence_length = config.model.max_sequence_length or self.family.defaults.max_sequence_length
-        if self.max_sequence_length > self.family.defaults.max_sequence_length:
-            raise ConfigError(
-                f"model.max_sequence_length is {self.max_sequence_length}; "
-                f"{config.family} takes at most {self.family.defaults.max_sequence_length}"
-            )
+        self.text_limit = text_limit(config, self.family)
 
     def cache(self, progress: Progress | None = None) -> CacheReport:
         """Encode every sample that is not in the cache yet."""
@@ -92,13 +87,13 @@ class Trainer:
         if missing:
             parts = (*self.family.text_parts, *self.family.image_parts)
             components = self.family.load(self.config.model.pretrained, parts, self.dtype, self.device)
-            encoder = self.family.encoder(components, self.max_sequence_length)
+            encoder = self.family.encoder(components, self.text_limit)
             report = fill_cache(missing, encoder, self.store, progress)
         else:
             report = CacheReport()
         complete = [sample for sample in planned if sample not in missing]
         report.reused_entries += len({entry for sample in complete for entry in sample.keys.entries})
-        report.samples, report.skipped = len(planned), planner.skipped
+        report.samples, report.skipped, report.cut = len(planned), planner.skipped, self.text_limit.cut
         return report
 
     def samples(self) -> list[PlannedSample]:

@@ -5,19 +5,16 @@ Shapes: l text tokens, n tokens of one image, C = 64 channels of a token.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qflux.data.encoded import Prompt, TextEmbedding
+from qflux.data.encoded import Prompt, TextEmbedding, TextLimit
 from qflux.models.flux_kontext.components import FluxKontextComponents
 from qflux.ragged.layout import ImageShape
 from qflux.ragged.patches import pack, unpack
-
-logger = logging.getLogger(__name__)
 
 
 class FluxKontextEncoder:
@@ -26,15 +23,19 @@ class FluxKontextEncoder:
     T5's padding tokens are kept: FLUX has no text mask and attends to them.
     """
 
-    def __init__(self, components: FluxKontextComponents, max_sequence_length: int = 512) -> None:
+    def __init__(self, components: FluxKontextComponents, limit: TextLimit) -> None:
         self._parts = components
-        self._max_sequence_length = max_sequence_length
+        self._limit = limit
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[Prompt]) -> list[TextEmbedding]:
         clip, t5 = self._parts.text_encoder, self._parts.text_encoder_2
+        for_t5 = [prompt.text_2 or prompt.text for prompt in prompts]
+        for text in for_t5:
+            self._limit.apply(len(self._parts.tokenizer_2(text).input_ids), text)
+        # CLIP reads the first 77 tokens whatever follows: its pooled vector is a summary, T5 has the whole prompt.
         clip_ids = _tokenize(self._parts.tokenizer, [p.text for p in prompts], self._parts.tokenizer.model_max_length)
-        t5_ids = _tokenize(self._parts.tokenizer_2, [p.text_2 or p.text for p in prompts], self._max_sequence_length)
+        t5_ids = _tokenize(self._parts.tokenizer_2, for_t5, self._limit.tokens)
         pooled = clip(clip_ids.to(clip.device)).pooler_output
         tokens = t5(t5_ids.to(t5.device))[0]
         return [TextEmbedding(tokens[i], pooled[i]) for i in range(len(prompts))]
@@ -53,11 +54,5 @@ class FluxKontextEncoder:
 
 
 def _tokenize(tokenizer: Any, texts: list[str], length: int) -> Tensor:
-    """Token ids `(prompts, length)`; what does not fit is cut off, and said so."""
-    for text in texts:
-        count = len(tokenizer(text).input_ids)
-        if count > length:
-            logger.warning(
-                "a prompt of %d tokens is cut to %d for %s: %.60s…", count, length, type(tokenizer).__name__, text
-            )
+    """Token ids `(prompts, length)`, padded and cut."""
     return tokenizer(texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qflux.models.padding import Padding
 from qflux.ragged.layout import PackedLayout, RaggedLayout
-from qflux.ragged.modulation import add_gated, clip_fp16, modulate
+from qflux.ragged.modulation import ModulatedStream, add_gated, clip_fp16, modulate
 from qflux.ragged.rope import Rotary, rotary_from, rotate
 
 
@@ -40,28 +40,21 @@ class RaggedFluxBlock(FluxTransformerBlock):
         """Ragged: image `(N, C)`, text `(L, C)`, temb `(B, C)`. Returns text, image, as diffusers does."""
         if layout is None:
             return super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs)
-        image, text = hidden_states, encoder_hidden_states
-        of_image, of_text = layout.image_sample, layout.text_sample
-        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = _modulation(self.norm1, temb, 6)
-        c_shift, c_scale, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = _modulation(self.norm1_context, temb, 6)
-
-        query, key, value = self._joint_qkv(
-            modulate(self.norm1_context.norm(text), c_scale, c_shift, of_text),
-            modulate(self.norm1.norm(image), scale, shift, of_image),
-            layout,
+        image = ModulatedStream(
+            hidden_states, layout.image_sample, _conditioning(self.norm1, temb), (self.norm1.norm, self.norm2), self.ff
         )
+        text = ModulatedStream(
+            encoder_hidden_states,
+            layout.text_sample,
+            _conditioning(self.norm1_context, temb),
+            (self.norm1_context.norm, self.norm2_context),
+            self.ff_context,
+        )
+        query, key, value = self._joint_qkv(text.before_attention(), image.before_attention(), layout)
         attended = layout.attend(rotate(query, image_rotary_emb), rotate(key, image_rotary_emb), value)
         text_out, image_out = layout.split(attended.flatten(1))
         text_out, image_out = self.attn.to_add_out(text_out), self.attn.to_out[1](self.attn.to_out[0](image_out))
-
-        image = add_gated(image, gate, image_out, of_image)
-        mlp_in = modulate(self.norm2(image), scale_mlp, shift_mlp, of_image)
-        image = add_gated(image, gate_mlp, self.ff(mlp_in), of_image)
-
-        text = add_gated(text, c_gate, text_out, of_text)
-        mlp_in = modulate(self.norm2_context(text), c_scale_mlp, c_shift_mlp, of_text)
-        text = add_gated(text, c_gate_mlp, self.ff_context(mlp_in), of_text)
-        return clip_fp16(text), image
+        return clip_fp16(text.after_attention(text_out)), image.after_attention(image_out)
 
     def _joint_qkv(self, text: Tensor, image: Tensor, layout: RaggedLayout) -> tuple[Tensor, Tensor, Tensor]:
         attn = self.attn
@@ -88,7 +81,7 @@ class RaggedFluxSingleBlock(FluxSingleTransformerBlock):
         if layout is None:
             return super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs)
         attn, of_joint = self.attn, layout.joint_sample
-        shift, scale, gate = _modulation(self.norm, temb, 3)
+        shift, scale, gate = _conditioning(self.norm, temb).chunk(3, dim=-1)
         tokens = modulate(self.norm.norm(hidden_states), scale, shift, of_joint)
         query, key, value = _heads(attn, attn.to_q(tokens), attn.to_k(tokens), attn.to_v(tokens))
         query, key = rotate(attn.norm_q(query), image_rotary_emb), rotate(attn.norm_k(key), image_rotary_emb)
@@ -140,76 +133,82 @@ class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
 
         One sample, or samples of one shape with nothing masked, run diffusers' forward itself.
         """
-        stock = functools.partial(
-            super().forward,
-            pooled_projections=pooled_projections,
-            timestep=timestep,
-            guidance=guidance,
-            joint_attention_kwargs=joint_attention_kwargs,
-            controlnet_block_samples=controlnet_block_samples,
-            controlnet_single_block_samples=controlnet_single_block_samples,
-            controlnet_blocks_repeat=controlnet_blocks_repeat,
-            return_dict=False,
-        )
-        padding: Padding | None = None
+        conditions = {
+            "pooled_projections": pooled_projections,
+            "timestep": timestep,
+            "guidance": guidance,
+            "joint_attention_kwargs": joint_attention_kwargs,
+            "controlnet_block_samples": controlnet_block_samples,
+            "controlnet_single_block_samples": controlnet_single_block_samples,
+            "controlnet_blocks_repeat": controlnet_blocks_repeat,
+        }
+        tokens = (hidden_states, encoder_hidden_states, img_ids, txt_ids)
         if layout is None:
-            _check_ids("img_ids", img_ids, hidden_states)
-            _check_ids("txt_ids", txt_ids, encoder_hidden_states)
-            padding = Padding.of(encoder_hidden_states, hidden_states, attention_mask)
-            if padding.is_empty and _shared(img_ids) and _shared(txt_ids):
-                output = stock(hidden_states, encoder_hidden_states, img_ids=_first(img_ids), txt_ids=_first(txt_ids))[
-                    0
-                ]
-                return Transformer2DModelOutput(sample=output) if return_dict else (output,)
-            batch = len(hidden_states)
-            img_ids = padding.pack_image(img_ids.expand(batch, -1, -1))
-            txt_ids = padding.pack_text(txt_ids.expand(batch, -1, -1))
-            hidden_states = padding.pack_image(hidden_states)
-            encoder_hidden_states = padding.pack_text(encoder_hidden_states)
-            layout = PackedLayout.build(
-                padding.text_lengths,
-                padding.image_lengths,
-                hidden_states.device,
-                uniform=_same_samples(padding.text_lengths, txt_ids) and _same_samples(padding.image_lengths, img_ids),
-            )
-
-        if layout.uniform:
-            batch = layout.batch_size
-            output = stock(
-                hidden_states.unflatten(0, (batch, -1)),
-                encoder_hidden_states.unflatten(0, (batch, -1)),
-                img_ids=img_ids.unflatten(0, (batch, -1))[0],
-                txt_ids=txt_ids.unflatten(0, (batch, -1))[0],
-            )[0].flatten(0, 1)
+            output = self._forward_padded(*tokens, attention_mask, conditions)
         else:
-            _refuse(controlnet_block_samples, controlnet_single_block_samples, joint_attention_kwargs)
-            output = self._forward_ragged(
-                hidden_states,
-                encoder_hidden_states,
-                pooled_projections,
-                timestep,
-                img_ids,
-                txt_ids,
-                guidance,
-                layout,
-                joint_attention_kwargs=joint_attention_kwargs,
-            )
-        if padding is not None:
-            output = padding.unpack_image(output)
+            output = self._forward_packed(*tokens, layout, conditions)
         return Transformer2DModelOutput(sample=output) if return_dict else (output,)
+
+    def _forward_padded(
+        self,
+        image: Tensor,
+        text: Tensor,
+        img_ids: Tensor,
+        txt_ids: Tensor,
+        mask: Tensor | None,
+        conditions: dict[str, Any],
+    ) -> Tensor:
+        """diffusers' convention: an ordinary batch as it is, anything else packed, run, and put back into zeros."""
+        _check_ids("img_ids", img_ids, image)
+        _check_ids("txt_ids", txt_ids, text)
+        padding = Padding.of(text, image, mask)
+        if padding.is_empty and _shared(img_ids) and _shared(txt_ids):
+            ids = {"img_ids": _first(img_ids), "txt_ids": _first(txt_ids)}
+            return super().forward(image, text, **ids, **conditions, return_dict=False)[0]
+        img_ids = padding.pack_image(img_ids.expand(len(image), -1, -1))
+        txt_ids = padding.pack_text(txt_ids.expand(len(text), -1, -1))
+        layout = PackedLayout.build(
+            padding.text_lengths,
+            padding.image_lengths,
+            image.device,
+            uniform=_same_samples(padding.text_lengths, txt_ids) and _same_samples(padding.image_lengths, img_ids),
+        )
+        tokens = (padding.pack_image(image), padding.pack_text(text), img_ids, txt_ids)
+        return padding.unpack_image(self._forward_packed(*tokens, layout, conditions))
+
+    def _forward_packed(
+        self,
+        image: Tensor,
+        text: Tensor,
+        img_ids: Tensor,
+        txt_ids: Tensor,
+        layout: RaggedLayout,
+        conditions: dict[str, Any],
+    ) -> Tensor:
+        """Packed tokens in and out. Samples that are all alike are an ordinary batch, and run as one."""
+        if layout.uniform:
+            image, text, img_ids, txt_ids = (
+                x.unflatten(0, (layout.batch_size, -1)) for x in (image, text, img_ids, txt_ids)
+            )
+            ids = {"img_ids": img_ids[0], "txt_ids": txt_ids[0]}
+            return super().forward(image, text, **ids, **conditions, return_dict=False)[0].flatten(0, 1)
+        _refuse(conditions)
+        known = ("pooled_projections", "timestep", "guidance", "joint_attention_kwargs")
+        return self._forward_ragged(image, text, img_ids, txt_ids, layout, **{name: conditions[name] for name in known})
 
     @apply_lora_scale("joint_attention_kwargs")
     def _forward_ragged(
         self,
         image: Tensor,
         text: Tensor,
-        pooled_projections: Tensor,
-        timestep: Tensor,
         img_ids: Tensor,
         txt_ids: Tensor,
-        guidance: Tensor | None,
         layout: RaggedLayout,
-        joint_attention_kwargs: dict[str, Any] | None = None,
+        *,
+        pooled_projections: Tensor,
+        timestep: Tensor,
+        guidance: Tensor | None,
+        joint_attention_kwargs: dict[str, Any] | None,
     ) -> Tensor:
         image = self.x_embedder(layout.enter_image(image))
         text = self.context_embedder(layout.enter_text(text))
@@ -232,8 +231,8 @@ class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
         return layout.leave_image(self.proj_out(modulate(norm.norm(image), scale, shift, layout.image_sample)))
 
 
-def _modulation(norm: Any, temb: Tensor, parts: int) -> tuple[Tensor, ...]:
-    return norm.linear(norm.silu(temb)).chunk(parts, dim=1)
+def _conditioning(norm: Any, temb: Tensor) -> Tensor:
+    return norm.linear(norm.silu(temb))
 
 
 def _heads(attn: FluxAttention, *projections: Tensor) -> tuple[Tensor, ...]:
@@ -244,10 +243,10 @@ def _call(block: torch.nn.Module, *args: Any) -> Any:
     return block(*args)
 
 
-def _refuse(block_samples: Any, single_block_samples: Any, attention_kwargs: dict[str, Any] | None) -> None:
-    if block_samples is not None or single_block_samples is not None:
+def _refuse(conditions: dict[str, Any]) -> None:
+    if any(conditions[name] is not None for name in ("controlnet_block_samples", "controlnet_single_block_samples")):
         raise ValueError("ControlNet residuals are not supported for samples of different sizes: run them one by one.")
-    unknown = sorted(set(attention_kwargs or {}) - {"scale"})
+    unknown = sorted(set(conditions["joint_attention_kwargs"] or {}) - {"scale"})
     if unknown:
         raise ValueError(f"joint_attention_kwargs {unknown} are not supported for samples of different sizes.")
 

@@ -5,27 +5,24 @@ Shapes: l text tokens, n tokens of one image, C = 64 channels of a token.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from qflux.data.encoded import Prompt, TextEmbedding
+from qflux.data.encoded import Prompt, TextEmbedding, TextLimit
 from qflux.models.qwen_image.components import QwenImageComponents
 from qflux.models.qwen_image.prompts import PromptProcessor, Template, split_valid
 from qflux.ragged.layout import ImageShape
 from qflux.ragged.patches import pack, unpack
 
-logger = logging.getLogger(__name__)
-
 
 class QwenImageEncoder:
     """Encodes as diffusers' Qwen pipelines do; a prompt keeps exactly its own tokens."""
 
-    def __init__(self, components: QwenImageComponents, max_sequence_length: int, template: Template) -> None:
+    def __init__(self, components: QwenImageComponents, limit: TextLimit, template: Template) -> None:
         self._parts = components
-        self._limit = max_sequence_length
+        self._limit = limit
         self._template = template
 
     @torch.no_grad()
@@ -43,12 +40,9 @@ class QwenImageEncoder:
             output_hidden_states=True,
         ).hidden_states[-1]
         embeddings = split_valid(hidden, inputs["attention_mask"], self._template.drop)
-        return [TextEmbedding(self._cut(tokens, p)) for tokens, p in zip(embeddings, prompts, strict=True)]
-
-    def _cut(self, tokens: Tensor, prompt: Prompt) -> Tensor:
-        if len(tokens) > self._limit:
-            logger.warning("a prompt of %d tokens is cut to %d: %.60s…", len(tokens), self._limit, prompt.text)
-        return tokens[: self._limit]
+        for tokens, prompt in zip(embeddings, prompts, strict=True):
+            self._limit.apply(len(tokens), prompt.text)
+        return [TextEmbedding(tokens[: self._limit.tokens]) for tokens in embeddings]
 
     @torch.no_grad()
     def encode_image(self, pixels: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from qflux.models.qwen_image.prompts import (
     condition_size,
 )
 from qflux.models.qwen_image.tiny import tiny
-from qflux.models.qwen_image.transformer import QwenImageTransformer2DModel
+from qflux.models.qwen_image.transformer import MOST_IMAGES, QwenImageTransformer2DModel
 
 _MODELS: dict[str, Any] = {
     "transformer": QwenImageTransformer2DModel,
@@ -100,7 +100,7 @@ def _family(name: str, pipeline: str, template: Template, controls: tuple[int, i
         defaults=Defaults(num_inference_steps=50, true_cfg_scale=4.0, max_sequence_length=1024),
         tiny=partial(tiny, sees_images=sees_images),
         load=load,
-        encoder=lambda components, length: QwenImageEncoder(components, length, template),
+        encoder=lambda components, limit: QwenImageEncoder(components, limit, template),
         velocity=velocity,
         combine=combine,
         blocks=blocks,
@@ -108,5 +108,7 @@ def _family(name: str, pipeline: str, template: Template, controls: tuple[int, i
 
 
 QWEN_IMAGE = _family("qwen-image", "QwenImagePipeline", TEXT_TO_IMAGE, (0, 0), _sees_none)
-QWEN_IMAGE_EDIT = _family("qwen-image-edit", "QwenImageEditPipeline", ONE_IMAGE, (1, None), _sees_first)
-QWEN_IMAGE_EDIT_PLUS = _family("qwen-image-edit-plus", "QwenImageEditPlusPipeline", PICTURES, (0, None), _sees_all)
+QWEN_IMAGE_EDIT = _family("qwen-image-edit", "QwenImageEditPipeline", ONE_IMAGE, (1, MOST_IMAGES - 1), _sees_first)
+QWEN_IMAGE_EDIT_PLUS = _family(
+    "qwen-image-edit-plus", "QwenImageEditPlusPipeline", PICTURES, (0, MOST_IMAGES - 1), _sees_all
+)

@@ -19,10 +19,13 @@ from torch import Tensor
 
 from qflux.models.padding import Padding, as_bool
 from qflux.ragged.layout import ImageShape, PackedLayout, RaggedLayout, image_tokens
-from qflux.ragged.modulation import add_gated, clip_fp16, modulate
+from qflux.ragged.modulation import ModulatedStream, clip_fp16, modulate
 from qflux.ragged.rope import Rotary, rotate
 
 ImgShapes = Sequence[Sequence[ImageShape]]
+
+MOST_IMAGES = POSITIONS = 4096
+"""How far diffusers' table of rotary positions reaches: images of a sample, half-sides and text together."""
 
 
 class RaggedQwenImageBlock(QwenImageTransformerBlock):
@@ -54,30 +57,23 @@ class RaggedQwenImageBlock(QwenImageTransformerBlock):
                 joint_attention_kwargs,
                 modulate_index,
             )
-        image, text = hidden_states, encoder_hidden_states
-        of_text = layout.text_sample
         of_image = layout.image_sample if modulate_index is None else modulate_index
         text_temb = temb if modulate_index is None else temb.chunk(2)[0]
-        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = self.img_mod(temb).chunk(6, dim=-1)
-        c_shift, c_scale, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = self.txt_mod(text_temb).chunk(6, dim=-1)
-
-        query, key, value = self._joint_qkv(
-            modulate(self.txt_norm1(text), c_scale, c_shift, of_text),
-            modulate(self.img_norm1(image), scale, shift, of_image),
-            layout,
+        image = ModulatedStream(
+            hidden_states, of_image, self.img_mod(temb), (self.img_norm1, self.img_norm2), self.img_mlp
         )
+        text = ModulatedStream(
+            encoder_hidden_states,
+            layout.text_sample,
+            self.txt_mod(text_temb),
+            (self.txt_norm1, self.txt_norm2),
+            self.txt_mlp,
+        )
+        query, key, value = self._joint_qkv(text.before_attention(), image.before_attention(), layout)
         attended = layout.attend(rotate(query, image_rotary_emb), rotate(key, image_rotary_emb), value)
         text_out, image_out = layout.split(attended.flatten(1))
         text_out, image_out = self.attn.to_add_out(text_out), self.attn.to_out[1](self.attn.to_out[0](image_out))
-
-        image = add_gated(image, gate, image_out, of_image)
-        mlp_in = modulate(self.img_norm2(image), scale_mlp, shift_mlp, of_image)
-        image = add_gated(image, gate_mlp, self.img_mlp(mlp_in), of_image)
-
-        text = add_gated(text, c_gate, text_out, of_text)
-        mlp_in = modulate(self.txt_norm2(text), c_scale_mlp, c_shift_mlp, of_text)
-        text = add_gated(text, c_gate_mlp, self.txt_mlp(mlp_in), of_text)
-        return clip_fp16(text), clip_fp16(image)
+        return clip_fp16(text.after_attention(text_out)), clip_fp16(image.after_attention(image_out))
 
     def _joint_qkv(self, text: Tensor, image: Tensor, layout: RaggedLayout) -> tuple[Tensor, Tensor, Tensor]:
         attn = self.attn
@@ -135,61 +131,74 @@ class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
 
         One sample, or samples of one shape with nothing masked, run diffusers' forward itself.
         """
-        stock = functools.partial(
-            super().forward,
-            timestep=timestep,
-            guidance=guidance,
-            attention_kwargs=attention_kwargs,
-            controlnet_block_samples=controlnet_block_samples,
-            additional_t_cond=additional_t_cond,
-            return_dict=False,
-        )
-        shapes = None if img_shapes is None else [_as_list(sample) for sample in img_shapes]
-        padding: Padding | None = None
-        text_places: Sequence[Tensor] | None = None
-        if layout is None:
-            padding = _padding(encoder_hidden_states, hidden_states, encoder_hidden_states_mask, attention_mask, shapes)
-            if padding.is_empty and image_rotary_emb is None and shapes and all(s == shapes[0] for s in shapes):
-                output = stock(hidden_states, encoder_hidden_states, encoder_hidden_states_mask, img_shapes=img_shapes)[
-                    0
-                ]
-                return Transformer2DModelOutput(sample=output) if return_dict else (output,)
-            if image_rotary_emb is not None:
-                image_rotary_emb = _pack_rotary(image_rotary_emb, padding)
-            text_places = [row.nonzero().squeeze(1) for row in padding.text]
-            hidden_states = padding.pack_image(hidden_states)
-            encoder_hidden_states = padding.pack_text(encoder_hidden_states)
-            contiguous = all(len(p) == 0 or int(p[-1]) == len(p) - 1 for p in text_places)
-            same = shapes is not None and all(s == shapes[0] for s in shapes) and len(set(padding.text_lengths)) == 1
-            layout = PackedLayout.build(
-                padding.text_lengths, padding.image_lengths, hidden_states.device, uniform=same and contiguous
+        conditions = {
+            "timestep": timestep,
+            "guidance": guidance,
+            "attention_kwargs": attention_kwargs,
+            "controlnet_block_samples": controlnet_block_samples,
+            "additional_t_cond": additional_t_cond,
+        }
+        if layout is not None:
+            shapes = _as_lists(img_shapes)
+            output = self._forward_packed(
+                hidden_states, encoder_hidden_states, shapes, image_rotary_emb, layout, conditions
             )
-
-        if layout.uniform and image_rotary_emb is None:
-            batch = layout.batch_size
-            output = stock(
-                hidden_states.unflatten(0, (batch, -1)),
-                encoder_hidden_states.unflatten(0, (batch, -1)),
-                None,
-                img_shapes=shapes,
-            )[0].flatten(0, 1)
         else:
-            _refuse(controlnet_block_samples, guidance, attention_kwargs)
-            if image_rotary_emb is None:
-                image_rotary_emb = self.positions(shapes, layout.text_lengths, hidden_states.device, text_places)
-            output = self._forward_ragged(
-                hidden_states,
-                encoder_hidden_states,
-                timestep,
-                shapes,
-                image_rotary_emb,
-                additional_t_cond,
-                layout,
-                attention_kwargs=attention_kwargs,
+            masks = (encoder_hidden_states_mask, attention_mask)
+            output = self._forward_padded(
+                hidden_states, encoder_hidden_states, img_shapes, masks, image_rotary_emb, conditions
             )
-        if padding is not None:
-            output = padding.unpack_image(output)
         return Transformer2DModelOutput(sample=output) if return_dict else (output,)
+
+    def _forward_padded(
+        self,
+        image: Tensor,
+        text: Tensor,
+        img_shapes: ImgShapes | None,
+        masks: tuple[Tensor | None, Tensor | None],
+        turns: tuple[Tensor, Tensor] | None,
+        conditions: dict[str, Any],
+    ) -> Tensor:
+        """diffusers' convention: an ordinary batch as it is, anything else packed, run, and put back into zeros."""
+        shapes = _as_lists(img_shapes)
+        padding = _padding(text, image, *masks, shapes)
+        alike = shapes is not None and all(sample == shapes[0] for sample in shapes)
+        if padding.is_empty and turns is None and alike:
+            return super().forward(image, text, masks[0], img_shapes=img_shapes, **conditions, return_dict=False)[0]
+        places = [row.nonzero().squeeze(1) for row in padding.text]
+        whole = all(len(place) == 0 or int(place[-1]) == len(place) - 1 for place in places)
+        layout = PackedLayout.build(
+            padding.text_lengths,
+            padding.image_lengths,
+            image.device,
+            uniform=alike and whole and turns is None and len(set(padding.text_lengths)) == 1,
+        )
+        if turns is not None:
+            turns = _pack_rotary(turns, padding)
+        elif not layout.uniform:
+            turns = self.positions(shapes, layout.text_lengths, image.device, places)
+        tokens = (padding.pack_image(image), padding.pack_text(text))
+        return padding.unpack_image(self._forward_packed(*tokens, shapes, turns, layout, conditions))
+
+    def _forward_packed(
+        self,
+        image: Tensor,
+        text: Tensor,
+        shapes: ImgShapes | None,
+        turns: tuple[Tensor, Tensor] | None,
+        layout: RaggedLayout,
+        conditions: dict[str, Any],
+    ) -> Tensor:
+        """Packed tokens in and out. Samples that are all alike are an ordinary batch, and run as one."""
+        if layout.uniform and turns is None:
+            image, text = (x.unflatten(0, (layout.batch_size, -1)) for x in (image, text))
+            return (
+                super().forward(image, text, None, img_shapes=shapes, **conditions, return_dict=False)[0].flatten(0, 1)
+            )
+        _refuse(conditions)
+        turns = turns or self.positions(shapes, layout.text_lengths, image.device)
+        known = ("timestep", "additional_t_cond", "attention_kwargs")
+        return self._forward_ragged(image, text, shapes, turns, layout, **{name: conditions[name] for name in known})
 
     def positions(
         self,
@@ -208,6 +217,11 @@ class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
         for index, (shapes, length) in enumerate(zip(img_shapes, text_lengths, strict=True)):
             places = None if text_places is None else text_places[index]
             reach = length if places is None else int(places[-1]) + 1 if len(places) else 0
+            farthest = max(max(rows, columns) // 2 for _, rows, columns in shapes) + reach
+            if len(shapes) > MOST_IMAGES or farthest > POSITIONS:
+                raise ValueError(
+                    f"sample {index} has {len(shapes)} images and needs {farthest} positions; there are {POSITIONS}."
+                )
             image_turns, text_turns = self.pos_embed([list(shapes)], max_txt_seq_len=reach, device=device)
             image.append(image_turns)
             text.append(text_turns if places is None else text_turns[places])
@@ -218,12 +232,13 @@ class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
         self,
         image: Tensor,
         text: Tensor,
-        timestep: Tensor,
         img_shapes: ImgShapes | None,
         turns: tuple[Tensor, Tensor],
-        additional_t_cond: Tensor | None,
         layout: RaggedLayout,
-        attention_kwargs: dict[str, Any] | None = None,
+        *,
+        timestep: Tensor,
+        additional_t_cond: Tensor | None,
+        attention_kwargs: dict[str, Any] | None,
     ) -> Tensor:
         batch = layout.batch_size
         image = self.img_in(layout.enter_image(image))
@@ -271,9 +286,12 @@ def _padding(
     return Padding(text_valid, image_valid)
 
 
-def _as_list(sample: Any) -> list[ImageShape]:
-    """diffusers also takes a bare `(1, rows, columns)` for a sample with one image."""
-    return [tuple(sample)] if isinstance(sample[0], int) else [tuple(shape) for shape in sample]
+def _as_lists(img_shapes: ImgShapes | None) -> list[list[ImageShape]] | None:
+    """Shapes per sample; diffusers also takes a bare `(1, rows, columns)` for a sample with one image."""
+    if img_shapes is None:
+        return None
+    nested: list[Any] = [[sample] if isinstance(sample[0], int) else sample for sample in img_shapes]
+    return [[tuple(shape) for shape in sample] for sample in nested]
 
 
 def _pack_rotary(turns: tuple[Tensor, Tensor], padding: Padding) -> tuple[Tensor, Tensor]:
@@ -299,11 +317,11 @@ def _call(block: torch.nn.Module, *args: Any) -> Any:
     return block(*args)
 
 
-def _refuse(block_samples: Any, guidance: Tensor | None, attention_kwargs: dict[str, Any] | None) -> None:
-    if block_samples is not None:
+def _refuse(conditions: dict[str, Any]) -> None:
+    if conditions["controlnet_block_samples"] is not None:
         raise ValueError("ControlNet residuals are not supported for samples of different sizes: run them one by one.")
-    if guidance is not None:
+    if conditions["guidance"] is not None:
         raise ValueError("Qwen-Image takes no guidance value: use true CFG.")
-    unknown = sorted(set(attention_kwargs or {}) - {"scale"})
+    unknown = sorted(set(conditions["attention_kwargs"] or {}) - {"scale"})
     if unknown:
         raise ValueError(f"attention_kwargs {unknown} are not supported for samples of different sizes.")
