@@ -35,6 +35,7 @@ from qflux.config import LoraSettings
 from qflux.data.encoded import TextEmbedding
 from qflux.models import FluxTransformer2DModel, QwenImageTransformer2DModel, get_family
 from qflux.models.family import ModelInputs
+from qflux.ragged.compilation import compile_blocks
 from qflux.ragged.layout import PackedLayout, PaddedLayout, image_tokens, padding_ratio
 from qflux.ragged.rope import image_ids
 
@@ -277,10 +278,11 @@ def main() -> None:
 
 
 def set_execution(model: Any, scale: Scale, compiled: bool, checkpointing: bool) -> None:
-    for block in get_family(scale.family).blocks(model):
+    blocks = get_family(scale.family).blocks(model)
+    for block in blocks:
         block._compiled_call_impl = None
-        if compiled:
-            block.compile(dynamic=True)
+    if compiled:
+        compile_blocks(blocks)
     if checkpointing:
         model.enable_gradient_checkpointing()
     else:

@@ -35,6 +35,7 @@ from qflux.losses.objective import Objective
 from qflux.losses.timesteps import draw
 from qflux.models import Family, get_family
 from qflux.models.family import ModelInputs, text_limit
+from qflux.ragged.compilation import compile_blocks
 from qflux.ragged.layout import image_tokens
 from qflux.sampling.predict import Edit, Predictor
 from qflux.training.checkpoint import Checkpoints, TrainingState
@@ -238,8 +239,7 @@ class Trainer:
         if self.config.train.gradient_checkpointing:
             transformer.enable_gradient_checkpointing()  # type: ignore[operator]
         if self.config.train.compile:
-            for block in self.family.blocks(transformer):
-                block.compile(dynamic=True)
+            compile_blocks(self.family.blocks(transformer))
 
     def _load_batch(self, samples: list[PlannedSample], indices: Sequence[int], visit: int) -> EditBatch:
         """Cached samples with the noise and noise level of this visit."""

@@ -1,0 +1,19 @@
+"""Compile blocks once for all sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.fx.experimental._config as shape_config
+from torch import nn
+
+
+def compile_blocks(blocks: Iterable[nn.Module], backend: str = "inductor") -> None:
+    """`torch.compile` each block with dynamic shapes; blocks of one class share their code.
+
+    By default torch takes two sizes that are equal in the first batch to be equal for ever, and compiles anew when they
+    turn out not to be: a batch of 24 samples on a model of 24 heads would do. That guess is switched off.
+    """
+    shape_config.use_duck_shape = False
+    for block in blocks:
+        block.compile(dynamic=True, backend=backend)
