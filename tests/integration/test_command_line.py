@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import subprocess
 import sys
@@ -134,3 +135,17 @@ def test_ctrl_c_saves_says_so_and_exits_with_130(config_file, tmp_path):
     assert process.returncode == 130
     assert "stopped and saved after step" in error
     assert list((tmp_path / "runs/run/checkpoints").glob("step-*"))
+
+
+def test_a_full_disk_is_named_and_loses_nothing(config_file, tmp_path, capsys, monkeypatch):
+    path = config_file("train.max_train_steps=2", "train.checkpoint_every=1")
+    assert run("fit", "--config", path, "--set", "train.max_train_steps=1") == 0
+    kept = sorted(p.name for p in (tmp_path / "runs/run/checkpoints").iterdir())
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("qflux.data.store.os.fsync", full)
+    assert run("fit", "--config", path) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert sorted(p.name for p in (tmp_path / "runs/run/checkpoints").iterdir()) == kept

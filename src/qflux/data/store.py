@@ -23,6 +23,9 @@ def write_bytes(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        # a full disk is reported without a file name
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
