@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from qflux.config import load_config
 from qflux.demo.data import write_data_set
+from qflux.errors import DataError
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
 from qflux.sampling.predict import Edit
@@ -140,12 +141,11 @@ def test_the_lora_loads_with_no_unexpected_or_missing_key(project, caplog):
     assert all(torch.equal(tensor, saved[f"transformer.{name}"]) for name, tensor in loaded.items())
 
 
-def test_the_wrong_number_of_controls_is_named(project):
-    from qflux.errors import DataError
+WRONG_COUNT = {"qwen-image": 1, "qwen-image-edit": 0, "qwen-image-edit-plus": 4096}
 
+
+def test_the_wrong_number_of_controls_is_named(project):
     family, trainer, _, _ = project
-    wrong = {"qwen-image": (picture(64, 64, 0),), "qwen-image-edit": (), "qwen-image-edit-plus": None}[family.name]
-    if wrong is None:
-        return
-    with pytest.raises(DataError, match=f"{family.name} takes"):
-        trainer.predictor().latents([Edit(wrong, "x")])
+    controls = (picture(64, 64, 0),) * WRONG_COUNT[family.name]
+    with pytest.raises(DataError, match=f"{len(controls)} control images; {family.name} takes"):
+        trainer.predictor().latents([Edit(controls, "x")])

@@ -35,11 +35,6 @@ class EditExample:
     controls: tuple[Path, ...] = ()
     mask: Path | None = None
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """Every file the sample is made of: target, controls, mask."""
-        return (self.target, *self.controls, *([self.mask] if self.mask else []))
-
 
 def read_folder(root: Path) -> list[EditExample]:
     """All samples of a folder, sorted by name. Every fault in it is reported, not only the first."""
