@@ -89,7 +89,8 @@ def cache(config: ConfigFile, set_: Overrides = None) -> None:
         report = trainer.cache(lambda done, total: bar.update(task, completed=done, total=total))
     entries = f"{report.new_entries} entries new, {report.reused_entries} reused"
     cut = f", {report.cut} prompts cut" if report.cut else ""
-    _say(f"{report.samples} samples in {trainer.store.root}: {entries}{cut}.")
+    skipped = f", {len(report.skipped)} skipped" if report.skipped else ""
+    _say(f"{report.samples} samples in {trainer.store.root}: {entries}{cut}{skipped}.")
 
 
 @app.command()
@@ -107,7 +108,11 @@ def fit(config: ConfigFile, set_: Overrides = None) -> None:
     if result.resumed_from:
         _say(f"continued from step {result.resumed_from}.")
     losses = "" if result.first_loss is None else f", loss {result.first_loss:.4f} → {result.last_loss:.4f}"
-    _say(f"{result.steps} steps{losses}. LoRA: {result.adapter}")
+    _say(f"{result.steps} steps{losses}. {result.coverage}. LoRA: {result.adapter}")
+    for skipped in result.coverage.skipped[:20]:
+        _say(f"skipped: {skipped}")
+    if len(result.coverage.skipped) > 20:
+        _say(f"… and {len(result.coverage.skipped) - 20} more, in {trainer.config.run_dir / 'ledger.jsonl'}")
 
 
 @app.command()
@@ -134,7 +139,7 @@ def predict(
     """Edit one image."""
     from PIL import Image  # noqa: PLC0415
 
-    from qflux.data.images import load_rgb  # noqa: PLC0415
+    from qflux.data.images import ImageFile, load_rgb  # noqa: PLC0415
     from qflux.data.store import write_bytes  # noqa: PLC0415
     from qflux.sampling.predict import Edit  # noqa: PLC0415
 
@@ -153,7 +158,7 @@ def predict(
     trainer = _trainer(config, set_)
     settings = trainer.config.predict
     edit = Edit(
-        controls=tuple(load_rgb(path) for path in image or []),
+        controls=tuple(load_rgb(ImageFile(path)) for path in image or []),
         prompt=prompt,
         prompt_2=prompt_2,
         negative_prompt=settings.negative_prompt if negative_prompt is None else negative_prompt,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -93,7 +93,6 @@ class ProcessorSettings(Section):
     controls_size: list[Size] | None = Field(default=None, description="[height, width] of each further control")
     controls_pixels: list[Area] | Area | None = Field(default=None, description="area of each further control")
     max_aspect_ratio: float = Field(default=3.0, ge=1.0)
-    on_extreme_aspect: Literal["error", "skip"] = "error"
 
     @model_validator(mode="after")
     def _tell_precedence(self) -> ProcessorSettings:
@@ -107,12 +106,118 @@ class ProcessorSettings(Section):
         return self
 
 
+class Source(Section):
+    """What every source of samples has. A sample trains `repeats` x `weight` times in an epoch."""
+
+    path: Folder
+    repeats: int = Field(default=1, ge=1, le=10_000)
+    weight: float = Field(
+        default=1.0, gt=0, le=10_000, description="may be a fraction: 0.25 is once in four epochs, in turns"
+    )
+
+    @property
+    def rate(self) -> float:
+        """Visits of a sample per epoch."""
+        return self.repeats * self.weight
+
+
+class FolderSource(Source):
+    """training_images/ with a prompt beside each image, and control_images/."""
+
+    type: Literal["folder"] = "folder"
+
+
+class TableColumns(Section):
+    """Where a table has what. Further controls are in `<control>_1`, `<control>_2`, …"""
+
+    target: str = "path_target"
+    control: str = "path_control"
+    prompt: str = "prompt"
+    mask: str = "path_mask"
+
+
+class CsvSource(Source):
+    """A CSV file with a header; paths are relative to `root`."""
+
+    type: Literal["csv"]
+    root: Folder | None = Field(default=None, description="default: the folder of the file")
+    columns: TableColumns = TableColumns()
+
+
+class JsonlSource(Source):
+    """A file with one JSON object per line, with the fields of a CSV source."""
+
+    type: Literal["jsonl"]
+    root: Folder | None = Field(default=None, description="default: the folder of the file")
+    columns: TableColumns = TableColumns()
+
+
+class HubColumns(Section):
+    """Where a Hugging Face data set has what."""
+
+    target: str = "target_image"
+    controls: str = Field(default="control_images", description="one image, or a list of images")
+    prompt: str = "prompt"
+    mask: str = "control_mask"
+
+
+class HubSource(Source):
+    """A Hugging Face data set: a hub id, a saved data set, or parquet or arrow files. Needs `qflux[datasets]`."""
+
+    type: Literal["huggingface"]
+    split: str = "train"
+    revision: str | None = Field(default=None, description="of a hub id: a branch, a tag or a commit")
+    columns: HubColumns = HubColumns()
+
+
+AnySource = Annotated[FolderSource | CsvSource | JsonlSource | HubSource, Field(discriminator="type")]
+SourceList = list[
+    Annotated[AnySource, BeforeValidator(lambda v: {"type": "folder", **v} if isinstance(v, dict) else v)]
+]
+
+
+class HeldOutSettings(Section):
+    """Samples that never train: so many, such a share, or sources of their own."""
+
+    count: int | None = Field(default=None, ge=1)
+    fraction: float | None = Field(default=None, gt=0, lt=1)
+    sources: SourceList | None = Field(default=None, min_length=1)
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> HeldOutSettings:
+        if sum(value is not None for value in (self.count, self.fraction, self.sources)) != 1:
+            raise ValueError("give one of count, fraction and sources")
+        return self
+
+
 class DataSettings(Section):
     """Where the samples are and how many make a micro-batch."""
 
-    path: Folder = Field(description="folder with control_images/ and training_images/")
-    batch_size: int = Field(default=1, ge=1, description="samples in a micro-batch, of any sizes")
+    path: Folder | None = Field(default=None, description="one folder; the short form of `sources`")
+    sources: SourceList = Field(default=[], description="folders, CSV and JSONL tables, Hugging Face data sets")
+    held_out: HeldOutSettings | None = Field(default=None, description="what validates and never trains")
+    class_sources: SourceList = Field(default=[], description="class images, for prior preservation")
+    batch_size: int | None = Field(default=None, ge=1, description="samples in a micro-batch, of any sizes; default 1")
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="instead of batch_size: text and image tokens in a micro-batch"
+    )
+    num_workers: int = Field(default=4, ge=0, le=256, description="threads that read samples ahead of the step")
+    on_bad_sample: Literal["error", "skip"] = Field(
+        default="error", description="skip: leave out what can't be used, and name each one in the ledger"
+    )
     processor: ProcessorSettings = ProcessorSettings()
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> DataSettings:
+        if (self.path is None) == (not self.sources):
+            raise ValueError("give either path (one folder) or sources (a list)")
+        if self.batch_size is not None and self.max_tokens is not None:
+            raise ValueError("batch_size and max_tokens are both set; set one of them to null")
+        return self
+
+    @property
+    def training_sources(self) -> list[Source]:
+        return [FolderSource(path=self.path)] if self.path is not None else list(self.sources)
 
 
 class ModelSettings(Section):
@@ -132,6 +237,7 @@ class ModelSettings(Section):
 class CacheSettings(Section):
     """Where embeddings are kept."""
 
+    use_cache: bool = Field(default=True, description="false: encode every sample again whenever it trains")
     path: Folder | None = Field(default=None, description="default: <output_dir>/cache")
 
 
@@ -200,6 +306,7 @@ class LossSettings(Section):
     normalize_by_valid_tokens: bool = Field(
         default=True, description="true: every token counts the same; false: every image counts the same"
     )
+    prior_weight: float = Field(default=1.0, ge=0, description="of the class images' loss, if there are any")
     timesteps: TimestepSettings = TimestepSettings()
 
 
@@ -353,27 +460,53 @@ def _override(values: dict[str, Any], override: str) -> None:
 
 def _explain(problem: Any) -> str:
     """One validation problem as: path, value, what would be right."""
-    path = ".".join(str(part) for part in problem["loc"] if not _is_union_tag(part))
+    location = [part for i, part in enumerate(problem["loc"]) if not _is_union_tag(problem["loc"], i)]
+    path = ".".join(str(part) for part in location)
     if problem["type"] == "extra_forbidden":
-        *parents, key = (str(part) for part in problem["loc"])
-        known = _known_keys(parents)
-        nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-        hint = f"did you mean {'.'.join([*parents, nearest[0]])}?" if nearest else f"known here: {', '.join(known)}"
-        return f"{path}: unknown key; {hint}"
+        *parents, key = location
+        known = _known_keys(problem["loc"][:-1])
+        nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+        suggestion = ".".join(map(str, [*parents, *nearest]))
+        return f"{path}: unknown key; " + (
+            f"did you mean {suggestion}?" if nearest else f"known here: {', '.join(known)}"
+        )
     if problem["type"] == "missing":
         return f"{path}: missing; a value is required"
+    if problem["type"] == "union_tag_invalid":
+        return f"{path}.type: {problem['ctx']['tag']!r} is not right: use one of {problem['ctx']['expected_tags']}"
     return f"{path}: {problem['input']!r} is not right: {problem['msg'].removeprefix('Value error, ')}"
 
 
-def _is_union_tag(part: Any) -> bool:
+def _is_union_tag(location: Sequence[Any], index: int) -> bool:
     """pydantic names the alternative of a union in the path; a user never wrote that."""
-    return isinstance(part, str) and bool(re.search(r"^(list|tuple|dict)\[|^int$|^function-", part))
+    part = location[index]
+    if not isinstance(part, str):
+        return False
+    chosen = index > 0 and isinstance(location[index - 1], int) and part in _SOURCES
+    return chosen or bool(re.search(r"^(list|tuple|dict)\[|^int$|^function-", part))
 
 
-def _known_keys(parents: Iterable[str]) -> list[str]:
+_SOURCES: dict[str, type[BaseModel]] = {
+    "folder": FolderSource,
+    "csv": CsvSource,
+    "jsonl": JsonlSource,
+    "huggingface": HubSource,
+}
+
+
+def _known_keys(location: Sequence[Any]) -> list[str]:
     section: type[BaseModel] = Config
-    for parent in parents:
-        field = section.model_fields.get(parent)
-        kinds = [field.annotation, *get_args(field.annotation)] if field else []
-        section = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), section)
+    for index, part in enumerate(location):
+        if _is_union_tag(location, index):
+            section = _SOURCES.get(part, section)
+        elif part in section.model_fields:
+            section = next(_sections(section.model_fields[part].annotation), section)
     return sorted(section.model_fields)
+
+
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections that a field's type speaks of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _sections(argument)

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from qflux.adapters.files import load_adapter
-from qflux.data.images import load_rgb
+from qflux.data.images import ImageFile, load_rgb
 from qflux.errors import CheckpointError
 from qflux.models import get_family
 from qflux.sampling.predict import Edit
@@ -40,7 +40,7 @@ def trained(tmp_path_factory, checkpoint, data_set, cache):
 
 
 def control_image(data_set, size=(128, 96)) -> Image.Image:
-    return load_rgb(sorted((data_set / "control_images").glob("scene_001.png"))[0]).resize(size)
+    return load_rgb(ImageFile(data_set / "control_images/scene_001.png")).resize(size)
 
 
 def pipeline_image(pipe, image, prompt, seed, steps) -> np.ndarray:

@@ -115,9 +115,9 @@ def test_an_entry_of_the_wrong_shape_is_named_not_trained_on(project, tmp_path):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"a": 1}', ""])
-def test_a_damaged_table_of_hashes_is_made_again(project, tmp_path, content):
+def test_a_damaged_index_is_made_again(project, tmp_path, content):
     Trainer(project()).cache()
-    (tmp_path / "cache/files.json").write_text(content)
+    (tmp_path / "cache/index.jsonl").write_text(content)
     assert new_entries(project()) == 0
 
 
@@ -199,14 +199,14 @@ def test_unreadable_images_are_named_before_anything_is_written(project, tmp_pat
     (tmp_path / "data/training_images/scene_005.png").write_bytes(b"")
     with pytest.raises(DataError, match=r"2 problems(.|\n)*scene_004\.png(.|\n)*scene_005\.png"):
         Trainer(project()).cache()
-    assert not (tmp_path / "cache").exists()
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["index.jsonl"], "what was read stays read"
 
 
 def test_extreme_images_are_an_error_or_skipped_and_named(project, tmp_path):
     Image.new("RGB", (400, 40)).save(tmp_path / "data/training_images/scene_001.png")
     with pytest.raises(DataError, match=r"scene_001\.png is 400x40"):
         Trainer(project()).cache()
-    report = Trainer(project("data.processor.on_extreme_aspect=skip")).cache()
+    report = Trainer(project("data.on_bad_sample=skip")).cache()
     assert report.samples == 11
     assert "scene_001.png" in report.skipped[0]
 

@@ -7,6 +7,7 @@ import torch
 from diffusers.optimization import get_scheduler
 from safetensors.torch import load_file
 
+from qflux.data.plan import Batching, TrainingPlan
 from qflux.errors import CheckpointError
 from qflux.training.checkpoint import Checkpoints, TrainingState
 
@@ -15,7 +16,12 @@ def fresh_state(optimizer=torch.optim.AdamW) -> TrainingState:
     torch.manual_seed(0)
     parameters = {name: torch.nn.Parameter(torch.randn(3, 2)) for name in ("b.weight", "a.weight")}
     built = optimizer(list(parameters.values()), lr=0.1)
-    return TrainingState(parameters, built, get_scheduler("cosine", built, num_warmup_steps=2, num_training_steps=20))
+    return TrainingState(
+        parameters,
+        built,
+        get_scheduler("cosine", built, num_warmup_steps=2, num_training_steps=20),
+        TrainingPlan([1], Batching()),
+    )
 
 
 def train(state: TrainingState, steps: int) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from qflux.data.images import image_size, load_mask, load_rgb, to_image, to_pixels
+from qflux.data.images import ImageFile, load_mask, load_rgb, read_facts, to_image, to_pixels
 from qflux.errors import DataError
 
 
@@ -15,8 +15,8 @@ def test_exif_orientation_is_applied_to_pixels_and_size(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned: shown rotated by 90 degrees clockwise
     image.save(tmp_path / "turned.jpg", exif=exif, quality=95)
-    loaded = load_rgb(tmp_path / "turned.jpg")
-    assert loaded.size == image_size(tmp_path / "turned.jpg") == (20, 40)
+    loaded = load_rgb(ImageFile(tmp_path / "turned.jpg"))
+    assert loaded.size == read_facts(ImageFile(tmp_path / "turned.jpg")).size == (20, 40)
     assert np.asarray(loaded)[20, 18, 0] > 200
     assert np.asarray(loaded)[20, 2, 0] < 50
 
@@ -26,7 +26,7 @@ def test_transparency_is_composited_onto_white(tmp_path, mode):
     image = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
     image.paste((0, 0, 0, 255), (0, 0, 4, 8))
     image.convert(mode).save(tmp_path / "image.png")
-    pixels = np.asarray(load_rgb(tmp_path / "image.png"))
+    pixels = np.asarray(load_rgb(ImageFile(tmp_path / "image.png")))
     assert (pixels[:, :4] == 0).all()
     assert (pixels[:, 4:] == 255).all()
 
@@ -34,13 +34,13 @@ def test_transparency_is_composited_onto_white(tmp_path, mode):
 def test_grey_and_palette_images_become_rgb(tmp_path):
     for mode in ("L", "P", "1", "CMYK"):
         Image.new("RGB", (4, 4), "white").convert(mode).save(tmp_path / f"{mode}.tif")
-        assert load_rgb(tmp_path / f"{mode}.tif").mode == "RGB"
+        assert load_rgb(ImageFile(tmp_path / f"{mode}.tif")).mode == "RGB"
 
 
 def test_16_bit_grey_is_scaled(tmp_path):
     Image.fromarray(np.array([[0, 32768, 65535]], dtype=np.uint16)).save(tmp_path / "deep.png")
-    assert np.asarray(load_rgb(tmp_path / "deep.png"))[0, :, 0].tolist() == [0, 128, 255]
-    assert np.asarray(load_mask(tmp_path / "deep.png"))[0].tolist() == [0, 128, 255]
+    assert np.asarray(load_rgb(ImageFile(tmp_path / "deep.png")))[0, :, 0].tolist() == [0, 128, 255]
+    assert np.asarray(load_mask(ImageFile(tmp_path / "deep.png")))[0].tolist() == [0, 128, 255]
 
 
 def test_broken_files_are_named(tmp_path):
@@ -53,7 +53,7 @@ def test_broken_files_are_named(tmp_path):
     Image.new("F", (4, 4)).save(tmp_path / "float.tif")
     for path in (truncated, text, tmp_path / "float.tif", tmp_path / "absent.png"):
         with pytest.raises(DataError, match=path.name):
-            load_rgb(path)
+            load_rgb(ImageFile(path))
 
 
 def test_pixels_are_what_diffusers_image_processor_makes(tmp_path):
@@ -73,5 +73,9 @@ def test_the_size_of_a_png_is_known_without_decoding_it(tmp_path):
     data = (tmp_path / "turned.png").read_bytes()
     place = data.index(b"IDAT")
     (tmp_path / "damaged.png").write_bytes(data[: place + 10] + b"\0" * 20 + data[place + 30 :])
-    assert image_size(tmp_path / "turned.png") == image_size(tmp_path / "damaged.png") == (20, 60)
-    assert load_rgb(tmp_path / "turned.png").size == (20, 60)
+    assert (
+        read_facts(ImageFile(tmp_path / "turned.png")).size
+        == read_facts(ImageFile(tmp_path / "damaged.png")).size
+        == (20, 60)
+    )
+    assert load_rgb(ImageFile(tmp_path / "turned.png")).size == (20, 60)

@@ -34,6 +34,8 @@ class EditBatch:
     """`(B,)` noise levels in [0, 1]."""
     mask: Tensor
     """`(M,)` 1 where a token is edited; a sample without a mask is edited everywhere."""
+    weight: Tensor
+    """`(B,)` of each sample in the loss."""
     images: Interleave
     """Targets and controls as two streams and as the images of each sample."""
 
@@ -45,6 +47,7 @@ class EditBatch:
         sigma: Sequence[float],
         device: torch.device | str,
         dtype: torch.dtype,
+        weight: Sequence[float] | None = None,
     ) -> EditBatch:
         """Concatenate samples; nothing of a sample depends on the others."""
         targets = [example.latents[0] for example in examples]
@@ -59,6 +62,7 @@ class EditBatch:
             noise=torch.cat(list(noise)).to(device, torch.float32),
             sigma=torch.tensor(sigma, dtype=torch.float32).to(device),
             mask=torch.cat(masks).to(device, torch.float32),
+            weight=torch.tensor(weight or [1.0] * len(examples), dtype=torch.float32).to(device),
             images=Interleave.build(
                 [example.target_tokens for example in examples],
                 [image_tokens(example.img_shapes[1:]) for example in examples],

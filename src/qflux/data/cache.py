@@ -2,7 +2,8 @@
 
     entries/<kind>/<key>.safetensors   one prompt, one image, or one mask; shared by all samples that use it
     samples/<key>.json                 which entries make a sample, and its shapes: written last, so it means complete
-    files.json                         hashes of source files, remembered while size, times and inode stay
+    failed/<key>.json                  why a sample could not be encoded
+    index.jsonl                        what is known of source files (see `index`)
 
 An entry's key is a hash of the source's bytes, the transform, the encoder and the dtype. Changing one of them is a
 miss; there is no such thing as a stale entry.
@@ -11,22 +12,19 @@ miss; there is no such thing as a stale entry.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from qflux.data.encoded import EncodedExample, TextEmbedding
-from qflux.data.store import file_hash, key_of, write_json, write_tensors
+from qflux.data.index import FileIndex
+from qflux.data.store import key_of, write_json, write_tensors
 from qflux.errors import CacheError
 from qflux.ragged.layout import ImageShape
-
-logger = logging.getLogger(__name__)
 
 VERSION = "2.0"
 
@@ -57,7 +55,7 @@ class EmbeddingCacheManager:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._hashes: dict[str, list[Any]] | None = None
+        self.index = FileIndex(root / "index.jsonl")
 
     def entry_path(self, kind: str, key: str) -> Path:
         return self.root / "entries" / kind / key[:2] / f"{key}.safetensors"
@@ -87,6 +85,7 @@ class EmbeddingCacheManager:
             "n_controls": len(keys.images) - 1,
         }
         write_json(self._manifest(keys), manifest)
+        self._failure(keys).unlink(missing_ok=True)
 
     def is_complete(self, keys: SampleKeys) -> bool:
         return self._manifest(keys).is_file() and all(self.has(kind, key) for kind, key in keys.entries)
@@ -111,23 +110,24 @@ class EmbeddingCacheManager:
             mask=mask,
         )
 
-    def hash_of(self, path: Path) -> str:
-        """The hash of a source file, remembered while nothing about it changes."""
-        if self._hashes is None:
-            self._hashes = self._read_hashes()
-        status = path.stat()
-        known = self._hashes.get(str(path.resolve()))
-        # The change time moves even when a tool restores the modification time of a replaced file.
-        signs = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-        if known and known[:-1] == signs:
-            return str(known[-1])
-        digest = file_hash(path)
-        self._hashes[str(path.resolve())] = [*signs, digest]
-        return digest
+    def text_tokens(self, keys: SampleKeys) -> int:
+        """The length of a sample's prompt, from the header of its entry."""
+        with safe_open(self.entry_path("text", keys.text), framework="pt") as file:
+            return int(file.get_slice("tokens").get_shape()[0])
 
-    def remember_hashes(self) -> None:
-        if self._hashes:
-            write_json(self.root / "files.json", self._hashes)
+    def fail(self, keys: SampleKeys, reason: str) -> None:
+        """Record that a sample can't be encoded."""
+        write_json(self._failure(keys), {"reason": reason})
+
+    def failure(self, keys: SampleKeys) -> str | None:
+        """Why a sample could not be encoded, if that was tried."""
+        try:
+            return str(json.loads(self._failure(keys).read_text())["reason"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _failure(self, keys: SampleKeys) -> Path:
+        return self.root / "failed" / f"{keys.key}.json"
 
     def _manifest(self, keys: SampleKeys) -> Path:
         return self.root / "samples" / keys.key[:2] / f"{keys.key}.json"
@@ -144,19 +144,6 @@ class EmbeddingCacheManager:
             raise CacheError(f"{path} is missing", _RECACHE) from None
         except (SafetensorError, OSError) as error:
             raise CacheError(f"{path} is damaged: {error}", f"delete it, then {_RECACHE}") from None
-
-    def _read_hashes(self) -> dict[str, list[Any]]:
-        path = self.root / "files.json"
-        try:
-            known = json.loads(path.read_text())
-            if not isinstance(known, dict) or not all(isinstance(value, list) for value in known.values()):
-                raise ValueError("it is no table of hashes")
-            return known
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            logger.warning("%s can't be read (%s): source files are hashed again.", path, error)
-            return {}
 
 
 _RECACHE = "run `qflux cache` with the same config."

@@ -111,15 +111,11 @@ class ImageProcessor:
         """An error if the image is longer than `max_aspect_ratio` allows."""
         ratio = max(width / height, height / width)
         if ratio > self.settings.max_aspect_ratio:
-            raise ExtremeAspectError(
+            raise DataError(
                 f"{name} is {width}x{height}: its aspect ratio {ratio:.2f} is beyond "
                 f"max_aspect_ratio {self.settings.max_aspect_ratio:g}",
-                "raise data.processor.max_aspect_ratio, or set data.processor.on_extreme_aspect: skip.",
+                "raise data.processor.max_aspect_ratio.",
             )
-
-
-class ExtremeAspectError(DataError):
-    """An image longer than `max_aspect_ratio` allows."""
 
 
 def best_size(areas: Sequence[int], width: int, height: int) -> Size:

@@ -1,9 +1,16 @@
-"""Reading images as people have them: rotated by EXIF, transparent, grey, palette, 16-bit, truncated."""
+"""Reading images as people have them: rotated by EXIF, transparent, grey, palette, CMYK, 16-bit, truncated.
+
+An image is an `ImageRef`: something with bytes. Most are files; a data set may hold them in a table.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import io
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import torch
@@ -16,24 +23,101 @@ SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff",
 
 _ORIENTATION_TAG = 0x0112
 _SIDEWAYS = frozenset({5, 6, 7, 8})
+_DEEP = ("I;16", "I;16B", "I;16L", "I")
 _UNREADABLE = (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError)
+_BLOCK = 1 << 18
 
 
-def image_size(path: Path) -> tuple[int, int]:
-    """Width and height as the image is seen (EXIF orientation applied), from the header alone."""
+class ImageRef(Protocol):
+    """Where an image is. `str` names it in messages."""
+
+    def open(self) -> BinaryIO: ...
+
+    def stamp(self) -> list[Any] | None:
+        """Its place first, then what changes whenever its bytes do; none if that can't be told without reading."""
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """An image in a file."""
+
+    path: Path
+
+    def open(self) -> BinaryIO:
+        return self.path.open("rb")
+
+    def stamp(self) -> list[Any]:
+        status = self.path.stat()
+        # The change time moves even when a tool restores the modification time of a replaced file.
+        signs = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        return [str(self.path.absolute()), *signs]
+
+    def __str__(self) -> str:
+        return shown(self.path)
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """What the header of an image says, and the hash of its bytes."""
+
+    width: int
+    height: int
+    """As the image is seen: EXIF orientation applied."""
+    format: str
+    mode: str
+    """Pillow's name of the pixel format."""
+    deep: bool
+    """More than 8 bits a channel."""
+    orientation: int
+    """EXIF's: 1 is upright, 3 upside down."""
+    hash: str
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.width, self.height
+
+    def dump(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def shown(path: Path | str) -> str:
+    """A path for messages and tables: a file name may hold a newline, and must not look like two."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in str(path))
+
+
+def read_facts(image: ImageRef) -> ImageFacts:
+    """Facts from one pass over the bytes; no pixel is decoded."""
     try:
-        with Image.open(path) as image:
-            width, height = image.size
-            exif = _png_exif(path) if image.format == "PNG" else image.getexif()
-            sideways = exif.get(_ORIENTATION_TAG) in _SIDEWAYS
+        with image.open() as file:
+            header = _header(file)
+            file.seek(0)
+            digest = hashlib.sha256()
+            while block := file.read(_BLOCK):
+                digest.update(block)
     except _UNREADABLE as error:
-        raise _unreadable(path, error) from None
-    return (height, width) if sideways else (width, height)
+        raise _unreadable(image, error) from None
+    return ImageFacts(**header, hash=digest.hexdigest())
 
 
-def load_rgb(path: Path) -> Image.Image:
+def _header(file: BinaryIO) -> dict[str, Any]:
+    with Image.open(file) as image:
+        exif = _png_exif(file) if image.format == "PNG" else image.getexif()
+        orientation = exif.get(_ORIENTATION_TAG, 1)
+        width, height = image.size[::-1] if orientation in _SIDEWAYS else image.size
+        return {
+            "width": width,
+            "height": height,
+            "format": image.format or "",
+            "mode": image.mode,
+            # Pillow reads a 16-bit colour PNG as 8-bit RGB; only its decoder's arguments tell.
+            "deep": image.mode in _DEEP or any("16" in str(tile.args) for tile in image.tile if tile[0] == "zip"),
+            "orientation": orientation if orientation in range(1, 9) else 1,
+        }
+
+
+def load_rgb(image: ImageRef) -> Image.Image:
     """The image upright, in RGB; transparency is composited onto white."""
-    return _guarded(path, to_rgb)
+    return _guarded(image, to_rgb)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -42,9 +126,18 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return (_over("white", image) if _is_transparent(image) else image).convert("RGB")
 
 
-def load_mask(path: Path) -> Image.Image:
+def load_mask(image: ImageRef) -> Image.Image:
     """The mask upright, as 8-bit grey; white is the edited region, transparent is not."""
-    return _guarded(path, _to_grey)
+    return _guarded(image, _to_grey)
+
+
+def load_small(image: ImageRef, side: int) -> Image.Image:
+    """The image in RGB at `side` x `side`, stretched. JPEGs are decoded at a fraction of their size: fast."""
+
+    def shrink(opened: Image.Image) -> Image.Image:
+        return to_rgb(opened).resize((side, side), Image.Resampling.BOX)
+
+    return _guarded(image, shrink, draft=(4 * side, 4 * side))
 
 
 def to_pixels(image: Image.Image) -> Tensor:
@@ -58,13 +151,17 @@ def to_image(pixels: Tensor) -> Image.Image:
     return Image.fromarray((values * 255).round().to(torch.uint8).cpu().numpy())
 
 
-def _guarded(path: Path, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
+def _guarded(
+    image: ImageRef, convert: Callable[[Image.Image], Image.Image], draft: tuple[int, int] | None = None
+) -> Image.Image:
     try:
-        with Image.open(path) as image:
-            image.load()
-            return convert(image)
+        with image.open() as file, Image.open(file) as opened:
+            if draft and opened.format == "JPEG" and opened.mode in ("RGB", "L"):
+                opened.draft(opened.mode, draft)
+            opened.load()
+            return convert(opened)
     except _UNREADABLE as error:
-        raise _unreadable(path, error) from None
+        raise _unreadable(image, error) from None
 
 
 def _to_grey(image: Image.Image) -> Image.Image:
@@ -81,23 +178,22 @@ def _over(background: str, image: Image.Image) -> Image.Image:
     return Image.alpha_composite(Image.new("RGBA", rgba.size, background), rgba)
 
 
-def _png_exif(path: Path) -> Image.Exif:
+def _png_exif(file: BinaryIO) -> Image.Exif:
     """The EXIF chunk of a PNG wherever it stands; Pillow would decode the image to look behind its data."""
     exif = Image.Exif()
-    with path.open("rb") as file:
-        file.seek(8)
-        while len(header := file.read(8)) == 8:
-            length, kind = int.from_bytes(header[:4], "big"), header[4:]
-            if kind == b"eXIf":
-                exif.load(file.read(length))
-                break
-            file.seek(length + 4, 1)
+    file.seek(8)
+    while len(header := file.read(8)) == 8:
+        length, kind = int.from_bytes(header[:4], "big"), header[4:]
+        if kind == b"eXIf":
+            exif.load(file.read(length))
+            break
+        file.seek(length + 4, io.SEEK_CUR)
     return exif
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:
     """16-bit grey is scaled, not clipped as PIL's own conversion does."""
-    if image.mode.startswith("I;16") or image.mode == "I":
+    if image.mode in _DEEP:
         values = np.asarray(image).astype(np.float64)
         return Image.fromarray((values / 65535 * 255).round().clip(0, 255).astype(np.uint8), "L")
     if image.mode == "F":
@@ -105,5 +201,11 @@ def _eight_bit(image: Image.Image) -> Image.Image:
     return image
 
 
-def _unreadable(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path} can't be read as an image: {error}", "replace or remove the file.")
+def _unreadable(image: ImageRef, error: Exception) -> DataError:
+    return DataError(f"{image} can't be read as an image: {_reason(error)}", "replace or remove the file.")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        return "its format is not known"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -89,7 +89,7 @@ def demo_config(output_dir: Path, overrides: list[str] | None = None, family: st
 
 def run_demo(config: Config, progress: DemoProgress) -> DemoSummary:
     """Everything from an empty folder to pictures. Run again, it reuses what is there."""
-    data, model = config.data.path, Path(config.model.pretrained)
+    data, model = config.data.training_sources[0].path, Path(config.model.pretrained)
     family = get_family(config.family)
     _make_once(data, lambda folder: write_data_set(folder, SAMPLES, config.seed, family.controls != (0, 0)))
     _make_once(model, lambda folder: save_checkpoint(family.tiny(config.seed), folder, family.pipeline))
@@ -101,7 +101,7 @@ def run_demo(config: Config, progress: DemoProgress) -> DemoSummary:
         progress.update("fit", report.step, report.total_steps, f"loss {report.loss:.3f}")
 
     result = trainer.fit(on_step)
-    samples = sorted(trainer.samples(), key=lambda sample: sample.example.name)
+    samples = sorted(trainer.samples().all, key=lambda sample: sample.example.name)
     pictures = config.run_dir / "samples"
     grid = _write(pictures / "grid.png", _predictions(trainer, samples, result.adapter, progress))
     layout = _write(pictures / "batch.png", _batch_picture(samples, trainer))

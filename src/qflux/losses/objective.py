@@ -28,7 +28,9 @@ class Objective:
 
     def __call__(self, prediction: Tensor, batch: EditBatch, step_tokens: int, step_samples: int) -> Tensor:
         """The share of `batch` in the loss of a step of `step_tokens` target tokens and `step_samples` samples."""
-        per_token = self._loss(prediction, batch.velocity(), edit_mask=batch.mask, reduction="none").mean(-1)
+        weighting = batch.weight[batch.target_sample]
+        elements = self._loss(prediction, batch.velocity(), edit_mask=batch.mask, weighting=weighting, reduction="none")
+        per_token = elements.mean(-1)
         if self._by_token:
             return per_token.sum() / step_tokens
         lengths = torch.tensor(batch.target_lengths, device=per_token.device)

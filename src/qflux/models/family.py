@@ -56,6 +56,20 @@ PromptView = Callable[[int, tuple[int, int], Transform], Transform | None]
 
 
 @dataclass(frozen=True)
+class TextCount:
+    """The length of a prompt."""
+
+    used: int
+    """Tokens that the transformer sees."""
+    wanted: int
+    """Tokens that the limit on prompts is about, before anything is cut."""
+
+
+TextCounter = Callable[[str, Sequence[tuple[int, int]]], TextCount]
+"""The length of a prompt with images of these (height, width) in it, from the tokenizer alone."""
+
+
+@dataclass(frozen=True)
 class Defaults:
     """What a config may leave open."""
 
@@ -86,6 +100,10 @@ class Family:
     """`load(pretrained, parts, dtype, device)`: components with these parts filled."""
     encoder: Callable[[Any, TextLimit], Encoder]
     """`encoder(components, limit)`."""
+    tokenizer_parts: tuple[str, ...]
+    """Parts of a checkpoint that tell how long a prompt is."""
+    text_counter: Callable[[Any, TextLimit], TextCounter]
+    """`text_counter(components, limit)`, from the tokenizer parts."""
     velocity: Callable[[nn.Module, ModelInputs], Tensor]
     """`velocity(transformer, inputs)`: `(N, C)`, of which the target rows mean something."""
     combine: Callable[[Tensor, Tensor, float], Tensor]

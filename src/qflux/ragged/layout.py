@@ -188,9 +188,9 @@ def image_tokens(shapes: Sequence[ImageShape]) -> int:
     return sum(rows * columns for _, rows, columns in shapes)
 
 
-def padding_ratio(lengths: Sequence[int]) -> float:
-    """The share of a padded batch of these lengths that would be padding."""
-    return 1.0 - sum(lengths) / (len(lengths) * max(lengths))
+def padding_ratio(*batches: Sequence[int]) -> float:
+    """The share of padded batches of these lengths that would be padding."""
+    return 1.0 - sum(map(sum, batches)) / sum(len(lengths) * max(lengths) for lengths in batches)
 
 
 def _valid(lengths: Sequence[int], width: int) -> Tensor:

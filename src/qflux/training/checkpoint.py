@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from qflux.data.plan import TrainingPlan
 from qflux.data.store import file_hash, sync_folder, write_json, write_tensors
 from qflux.errors import CheckpointError
 
@@ -35,11 +36,12 @@ FILES = {"adapter.safetensors", "optimizer.safetensors", "state.json"}
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What moves during training: parameters by name, their optimizer, the schedule."""
+    """What moves during training: parameters by name, their optimizer, the schedule, the plan's known epochs."""
 
     parameters: Mapping[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
+    plan: TrainingPlan
 
 
 class Checkpoints:
@@ -84,6 +86,7 @@ class Checkpoints:
                 "step": step,
                 "optimizer": scalars,
                 "schedule": _plain(state.schedule.state_dict()),
+                "epoch_starts": state.plan.starts,
                 "settings": self._settings,
             },
         )
@@ -125,6 +128,7 @@ class Checkpoints:
         tensors = load_file(folder / "optimizer.safetensors")
         state.optimizer.load_state_dict(_restore_optimizer(tensors, saved["optimizer"]))
         state.schedule.load_state_dict(saved["schedule"])
+        state.plan.starts = [int(start) for start in saved["epoch_starts"]]
         return int(saved["step"])
 
     def _rotate(self, newest: Path) -> None:

@@ -1,11 +1,9 @@
-"""`qflux cache`: encode every sample once, write what training needs."""
+"""Samples and their embeddings: where they belong in the cache, how they are made, what is missing."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,29 +11,44 @@ from torch import Tensor
 
 from qflux.config import Config
 from qflux.data.cache import VERSION, EmbeddingCacheManager, SampleKeys
-from qflux.data.encoded import Prompt
-from qflux.data.geometry import ExtremeAspectError, ImageProcessor, Transform
-from qflux.data.images import image_size, load_mask, load_rgb, to_pixels
-from qflux.data.sources import EditExample, read_folder
+from qflux.data.encoded import EncodedExample, Prompt, TextEmbedding
+from qflux.data.examples import Fault
+from qflux.data.geometry import Transform
+from qflux.data.images import ImageRef, load_mask, load_rgb, to_pixels
+from qflux.data.samples import Progress, SizedExample, gather, require_usable
 from qflux.data.store import key_of
-from qflux.errors import CacheError, DataError, QfluxError, collected
+from qflux.errors import CacheError, DataError, collected
 from qflux.models.family import Encoder, Family, text_limit
 from qflux.models.loading import checkpoint_folder, identity
-from qflux.ragged.patches import mask_to_tokens, token_shape
-
-logger = logging.getLogger(__name__)
+from qflux.ragged.patches import mask_to_tokens
 
 
 @dataclass(frozen=True)
-class PlannedSample:
-    """A sample, how its images are transformed, and where its embeddings belong."""
+class PlannedSample(SizedExample):
+    """A sample that also knows where its embeddings belong."""
 
-    example: EditExample
-    transforms: tuple[Transform, ...]
-    """One per image, target first."""
-    views: tuple[Transform | None, ...]
-    """One per control: how the text encoder sees it, if it does."""
     keys: SampleKeys
+
+
+@dataclass
+class PlannedSet:
+    """The samples of a config."""
+
+    training: list[PlannedSample]
+    """In the order of their ids."""
+    held_out: list[PlannedSample]
+    faults: list[Fault]
+    """What is left out, and why."""
+
+    @property
+    def all(self) -> list[PlannedSample]:
+        return [*self.training, *self.held_out]
+
+    def drop(self, sample: PlannedSample, reason: str) -> None:
+        """Leave a sample out."""
+        self.training = [other for other in self.training if other is not sample]
+        self.held_out = [other for other in self.held_out if other is not sample]
+        self.faults.append(Fault(f"{sample.example.name} ({sample.example.source})", reason))
 
 
 @dataclass
@@ -50,118 +63,123 @@ class CacheReport:
     """Prompts that were longer than allowed, and were cut."""
 
 
-Progress = Callable[[int, int], None]
+def plan_samples(
+    config: Config, family: Family, cache: EmbeddingCacheManager, progress: Progress | None = None
+) -> PlannedSet:
+    """The samples of a config with their places in the cache; no image is decoded."""
+    gathered = gather(config.data, family, cache.index, progress)
+    require_usable(gathered, config.data)
+    keys = _KeyMaker(config, family, cache)
+    training, held_out = (
+        [PlannedSample(**vars(sample), keys=keys(sample)) for sample in part]
+        for part in (gathered.training, gathered.held_out)
+    )
+    cache.index.save()
+    return PlannedSet(training, held_out, gathered.faults)
 
 
-class SamplePlanner:
-    """Decides for every sample of a config which transforms and which cache entries it has; opens headers only."""
+class _KeyMaker:
+    """The cache keys of a sample: everything its entries are made from, and nothing else."""
 
     def __init__(self, config: Config, family: Family, cache: EmbeddingCacheManager) -> None:
-        self._config = config
-        self._family = family
-        self._cache = cache
-        self._processor = ImageProcessor(config.data.processor)
-        self.skipped: list[str] = []
-        self.cropped: list[str] = []
         folder = checkpoint_folder(config.model.pretrained, (*family.text_parts, *family.image_parts))
-        self._text_identity = identity(folder, family.text_parts, cache.hash_of)
-        self._image_identity = identity(folder, family.image_parts, cache.hash_of)
+        self._family = family.name
+        self._dtype = config.model.dtype
+        self._length = text_limit(config, family).tokens
+        self._text_identity = identity(folder, family.text_parts, cache.index.hash_of)
+        self._image_identity = identity(folder, family.image_parts, cache.index.hash_of)
 
-    def plan(self) -> list[PlannedSample]:
-        """All usable samples, in an order that depends on their content alone. All faults are reported together."""
-        planned, problems = [], []
-        for example in read_folder(self._config.data.path):
-            try:
-                planned.append(self._plan_one(example))
-            except ExtremeAspectError as error:
-                if self._config.data.processor.on_extreme_aspect == "error":
-                    problems.append(f"{error.problem}; {error.remedy}")
-                else:
-                    self.skipped.append(error.problem)
-            except DataError as error:
-                problems.append(error.problem)
-        if self.cropped:
-            logger.warning(
-                "%d first controls have another aspect ratio than their target and are cropped to it: %s",
-                len(self.cropped),
-                ", ".join(self.cropped[:10]),
-            )
-        for reason in self.skipped:
-            logger.warning("skipped: %s", reason)
-        if problems:
-            raise collected(DataError, f"samples in {self._config.data.path} can't be used", problems)
-        if not planned:
-            raise DataError(f"no usable sample in {self._config.data.path}: all {len(self.skipped)} were skipped")
-        return sorted(planned, key=lambda sample: sample.keys.id)
-
-    def _plan_one(self, example: EditExample) -> PlannedSample:
-        self._family.check_controls(len(example.controls), str(example.target))
-        target_size = image_size(example.target)
-        target = self._processor.target(*target_size, name=str(example.target))
-        transforms, views = [target], []
-        for index, control in enumerate(example.controls):
-            size = image_size(control)
-            if index == 0:
-                self._processor.check_aspect(*size, str(control))
-                if target.crops(*size):
-                    self.cropped.append(control.name)
-            transforms.append(target if index == 0 else self._processor.control(index - 1, *size, str(control)))
-            views.append(self._family.prompt_view(index, size, transforms[-1]))
-        if example.mask and image_size(example.mask) != target_size:
-            sizes = " and ".join("{}x{}".format(*image_size(path)) for path in (example.mask, example.target))
-            raise DataError(f"{example.mask}: the mask and its target differ in size: {sizes}")
-        return PlannedSample(example, tuple(transforms), tuple(views), self._keys(example, transforms, views))
-
-    def _keys(self, example: EditExample, transforms: list[Transform], views: list[Transform | None]) -> SampleKeys:
-        hash_of, dtype = self._cache.hash_of, self._config.model.dtype
-        images = (example.target, *example.controls)
-        content = [hash_of(path) for path in images]
-        mask = hash_of(example.mask) if example.mask else None
-        length = text_limit(self._config, self._family).tokens
-        seen = [(digest, view.key) for digest, view in zip(content[1:], views, strict=True) if view]
-        prompt = (self._family.name, example.prompt, seen, length)
+    def __call__(self, sample: SizedExample) -> SampleKeys:
+        controls = zip(sample.facts[1:], sample.views, strict=True)
+        seen = [(fact.hash, view.key) for fact, view in controls if view]
+        prompt = (self._family, sample.example.prompt, seen, self._length)
+        target = sample.transforms[0].key
         return SampleKeys(
-            id=key_of("id", content, example.prompt, mask),
-            text=key_of("text", VERSION, prompt, self._text_identity, dtype),
+            id=sample.id,
+            text=key_of("text", VERSION, prompt, self._text_identity, self._dtype),
             images=tuple(
-                key_of("image", VERSION, digest, transform.key, self._image_identity, dtype)
-                for digest, transform in zip(content, transforms, strict=True)
+                key_of("image", VERSION, fact.hash, transform.key, self._image_identity, self._dtype)
+                for fact, transform in zip(sample.facts, sample.transforms, strict=True)
             ),
-            img_shapes=tuple(token_shape(*transform.size) for transform in transforms),
-            mask=key_of("mask", VERSION, mask, transforms[0].key) if mask else None,
+            img_shapes=sample.img_shapes,
+            mask=key_of("mask", VERSION, sample.mask_hash, target) if sample.mask_hash else None,
         )
 
 
 def fill_cache(
-    planned: list[PlannedSample], encoder: Encoder, cache: EmbeddingCacheManager, progress: Progress | None = None
-) -> CacheReport:
-    """Encode what is missing. Interrupted at any point, a second run goes on where this one was."""
-    report = CacheReport(samples=len(planned))
+    planned: Sequence[PlannedSample], encoder: Encoder, cache: EmbeddingCacheManager, progress: Progress | None = None
+) -> tuple[CacheReport, dict[str, str]]:
+    """Encode what is missing. Interrupted at any point, a second run goes on where this one was.
+
+    A sample that can't be encoded does not stop the others. Returns an account, and why which sample failed.
+    """
+    report, failed = CacheReport(samples=len(planned)), {}
     for index, sample in enumerate(planned):
-        for kind, key, make in _entries(sample, encoder):
-            if cache.ensure(kind, key, make):
-                report.new_entries += 1
-            else:
-                report.reused_entries += 1
-        if not cache.is_complete(sample.keys):
-            cache.complete(sample.keys)
+        try:
+            for kind, key, make in _entries(sample, encoder):
+                if cache.ensure(kind, key, make):
+                    report.new_entries += 1
+                else:
+                    report.reused_entries += 1
+            if not cache.is_complete(sample.keys):
+                cache.complete(sample.keys)
+        except DataError as error:
+            cache.fail(sample.keys, error.problem)
+            failed[sample.example.name] = str(error)
         if progress:
             progress(index + 1, len(planned))
-    cache.remember_hashes()
-    return report
+    return report, failed
 
 
-def require_complete(planned: list[PlannedSample], cache: EmbeddingCacheManager) -> None:
-    """An error that names the samples whose embeddings are missing."""
-    missing = [sample.example.name for sample in planned if not cache.is_complete(sample.keys)]
+def require_complete(planned: PlannedSet, cache: EmbeddingCacheManager, skip_failed: bool) -> None:
+    """An error that names the samples whose embeddings are missing; those known to be unusable may be left out."""
+    incomplete = [sample for sample in planned.all if not cache.is_complete(sample.keys)]
+    missing = []
+    for sample in incomplete:
+        reason = cache.failure(sample.keys)
+        if reason and skip_failed:
+            planned.drop(sample, reason)
+        else:
+            missing.append(sample.example.name + (f": {reason}" if reason else ""))
     if missing:
-        error: QfluxError = collected(
+        raise collected(
             CacheError,
-            f"{len(missing)} of {len(planned)} samples are not in the cache {cache.root}",
+            f"{len(missing)} of {len(planned.all)} samples are not in the cache {cache.root}",
             missing,
             "run `qflux cache` with the same config first.",
         )
-        raise error
+
+
+@dataclass(frozen=True)
+class OpenedExample:
+    """A sample as its encoders need it: decoded, at its sizes, not encoded yet."""
+
+    sample: PlannedSample
+    images: tuple[Tensor, ...]
+    """Pixels `(3, H, W)` in [-1, 1], target first."""
+    prompt: Prompt
+    mask: Tensor | None
+
+
+def open_example(sample: PlannedSample) -> OpenedExample:
+    """Read and transform the images of a sample."""
+    example = sample.example
+    images = tuple(
+        to_pixels(transform(load_rgb(ref))) for ref, transform in zip(example.images, sample.transforms, strict=True)
+    )
+    mask = _token_mask(example.mask, sample.transforms[0]) if example.mask else None
+    return OpenedExample(sample, images, _prompt(sample), mask)
+
+
+def encode_example(opened: OpenedExample, encoder: Encoder) -> EncodedExample:
+    """The same as the cache holds, made now."""
+    return EncodedExample(
+        id=opened.sample.id,
+        text=_encoded_text(opened.sample, opened.prompt, encoder),
+        latents=tuple(encoder.encode_image(pixels).cpu() for pixels in opened.images),
+        img_shapes=opened.sample.img_shapes,
+        mask=opened.mask,
+    )
 
 
 def _entries(sample: PlannedSample, encoder: Encoder) -> list[tuple[str, str, Callable[[], Mapping[str, Tensor]]]]:
@@ -169,27 +187,34 @@ def _entries(sample: PlannedSample, encoder: Encoder) -> list[tuple[str, str, Ca
     example, keys = sample.example, sample.keys
 
     def text() -> Mapping[str, Tensor]:
-        seen = zip(example.controls, sample.views, strict=True)
-        images = tuple(view(load_rgb(path)) for path, view in seen if view)
-        try:
-            embedding = encoder.encode_text([Prompt(example.prompt, images=images)])[0]
-        except DataError as error:
-            raise DataError(f"{example.name}: {error.problem}", error.remedy) from None
+        embedding = _encoded_text(sample, _prompt(sample), encoder)
         return {"tokens": embedding.tokens} | ({} if embedding.pooled is None else {"pooled": embedding.pooled})
 
-    def image(path: Path, transform: Transform) -> Mapping[str, Tensor]:
-        return {"latents": encoder.encode_image(to_pixels(transform(load_rgb(path))))}
+    def image(ref: ImageRef, transform: Transform) -> Mapping[str, Tensor]:
+        return {"latents": encoder.encode_image(to_pixels(transform(load_rgb(ref))))}
 
     entries: list[tuple[str, str, Callable[[], Mapping[str, Tensor]]]] = [("text", keys.text, text)]
-    paths = (example.target, *example.controls)
-    for path, transform, key in zip(paths, sample.transforms, keys.images, strict=True):
-        entries.append(("image", key, lambda p=path, t=transform: image(p, t)))  # type: ignore[misc]
+    for ref, transform, key in zip(example.images, sample.transforms, keys.images, strict=True):
+        entries.append(("image", key, lambda r=ref, t=transform: image(r, t)))  # type: ignore[misc]
     if keys.mask and example.mask:
-        mask_path = example.mask
-        entries.append(("mask", keys.mask, lambda: {"mask": _token_mask(mask_path, sample.transforms[0])}))
+        mask = example.mask
+        entries.append(("mask", keys.mask, lambda: {"mask": _token_mask(mask, sample.transforms[0])}))
     return entries
 
 
-def _token_mask(path: Path, transform: Transform) -> Tensor:
-    grey = transform(load_mask(path), fill="black")
+def _prompt(sample: PlannedSample) -> Prompt:
+    """The prompt with the images that the text encoder sees."""
+    seen = zip(sample.example.controls, sample.views, strict=True)
+    return Prompt(sample.example.prompt, images=tuple(view(load_rgb(ref)) for ref, view in seen if view))
+
+
+def _encoded_text(sample: PlannedSample, prompt: Prompt, encoder: Encoder) -> TextEmbedding:
+    try:
+        return encoder.encode_text([prompt])[0]
+    except DataError as error:
+        raise DataError(f"{sample.example.name}: {error.problem}", error.remedy) from None
+
+
+def _token_mask(mask: ImageRef, transform: Transform) -> Tensor:
+    grey = transform(load_mask(mask), fill="black")
     return mask_to_tokens(torch.from_numpy(np.array(grey, dtype=np.float32))[None] / 255)[0]

@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -28,26 +29,27 @@ from qflux.adapters.lora import inject, trainable
 from qflux.config import Config
 from qflux.data.batch import EditBatch
 from qflux.data.cache import EmbeddingCacheManager
-from qflux.data.plan import EpochPlan, PlannedStep
+from qflux.data.samples import Progress
 from qflux.data.store import key_of, seed_of, write_bytes
-from qflux.errors import CheckpointError, ConfigError, Interrupted, QfluxError
+from qflux.errors import CheckpointError, ConfigError, DataError, Interrupted, QfluxError, collected
 from qflux.losses.objective import Objective
-from qflux.losses.timesteps import draw
 from qflux.models import Family, get_family
-from qflux.models.family import ModelInputs, text_limit
+from qflux.models.family import Encoder, ModelInputs, TextCounter, text_limit
 from qflux.ragged.compilation import compile_blocks
-from qflux.ragged.layout import image_tokens
+from qflux.ragged.layout import image_tokens, padding_ratio
 from qflux.sampling.predict import Edit, Predictor
 from qflux.training.checkpoint import Checkpoints, TrainingState
 from qflux.training.encode import (
     CacheReport,
     PlannedSample,
-    Progress,
-    SamplePlanner,
+    PlannedSet,
     fill_cache,
+    plan_samples,
     require_complete,
 )
+from qflux.training.feed import Feed, FromCache, FromImages, Provider, training_plan
 from qflux.training.interrupt import StopRequest, deferred_signals, exclusive
+from qflux.training.ledger import Coverage, Ledger, coverage
 from qflux.training.metrics import Listener, MetricsFile, StepReport
 from qflux.training.optim import build_optimizer, build_schedule
 
@@ -63,6 +65,7 @@ class FitResult:
     resumed_from: int
     first_loss: float | None
     last_loss: float | None
+    coverage: Coverage
 
 
 class Trainer:
@@ -82,56 +85,59 @@ class Trainer:
 
     def cache(self, progress: Progress | None = None) -> CacheReport:
         """Encode every sample that is not in the cache yet."""
-        planner = SamplePlanner(self.config, self.family, self.store)
-        planned = planner.plan()
-        missing = [sample for sample in planned if not self.store.is_complete(sample.keys)]
-        if missing:
-            parts = (*self.family.text_parts, *self.family.image_parts)
-            components = self.family.load(self.config.model.pretrained, parts, self.dtype, self.device)
-            encoder = self.family.encoder(components, self.text_limit)
-            report = fill_cache(missing, encoder, self.store, progress)
-        else:
-            report = CacheReport()
-        complete = [sample for sample in planned if sample not in missing]
+        planned = plan_samples(self.config, self.family, self.store)
+        missing = [sample for sample in planned.all if not self.store.is_complete(sample.keys)]
+        report, failed = fill_cache(missing, self._encoder(), self.store, progress) if missing else (CacheReport(), {})
+        if failed and self.config.data.on_bad_sample == "error":
+            raise collected(
+                DataError,
+                f"{len(failed)} of {len(planned.all)} samples can't be encoded; the others are cached",
+                list(failed.values()),
+                "mend them, or set data.on_bad_sample: skip to train without them.",
+            )
+        for reason in failed.values():
+            logger.warning("skipped: %s", reason)
+        done = set(map(id, missing))
+        complete = [sample for sample in planned.all if id(sample) not in done]
         report.reused_entries += len({entry for sample in complete for entry in sample.keys.entries})
-        report.samples, report.skipped, report.cut = len(planned), planner.skipped, self.text_limit.cut
+        report.samples, report.cut = len(planned.all) - len(failed), self.text_limit.cut
+        report.skipped = [*map(str, planned.faults), *failed.values()]
         return report
 
-    def samples(self) -> list[PlannedSample]:
-        """The samples of the config, all of them cached."""
-        planned = SamplePlanner(self.config, self.family, self.store).plan()
-        require_complete(planned, self.store)
-        if self.config.loss.use_mask_loss and not any(sample.keys.mask for sample in planned):
+    def samples(self) -> PlannedSet:
+        """The samples of the config; all of them cached, if the cache is used."""
+        planned = plan_samples(self.config, self.family, self.store)
+        if self.config.cache.use_cache:
+            require_complete(planned, self.store, self.config.data.on_bad_sample == "skip")
+        if self.config.loss.use_mask_loss and not any(sample.mask_hash for sample in planned.training):
             logger.warning("loss.use_mask_loss is on, but no sample has a mask: everything counts as edited")
         return planned
 
     def fit(self, listener: Listener | None = None) -> FitResult:
-        """Train a LoRA on the cached samples, going on from the newest checkpoint if there is one."""
+        """Train a LoRA on the samples, going on from the newest checkpoint if there is one."""
         config = self.config
-        samples = self.samples()
-        plan = EpochPlan(
-            [image_tokens(sample.keys.img_shapes[:1]) for sample in samples],
-            config.data.batch_size,
-            config.train.gradient_accumulation_steps,
-            config.seed,
-        )
+        planned = self.samples()
+        provider = self._provider()
+        plan = training_plan(config, planned.training, provider)
         total = plan.total_steps(config.train.max_train_steps, config.train.num_epochs)
-        logger.info("%d samples, %d steps", len(samples), total)
+        if total == 0:
+            raise ConfigError("no sample is due in the epochs to train", "raise train.num_epochs or the weights.")
+        logger.info("%d samples, %d steps", len(planned.training), total)
 
         transformer = self._transformer()
         inject(transformer, config.lora, config.seed)
         self._prepare(transformer)
         parameters = trainable(transformer)
         optimizer = build_optimizer(config.optimizer, parameters.values())
-        state = TrainingState(parameters, optimizer, build_schedule(config.train, optimizer, total))
+        state = TrainingState(parameters, optimizer, build_schedule(config.train, optimizer, total), plan)
 
         with exclusive(config.run_dir), deferred_signals() as stop:
-            return self._train(samples, plan, total, transformer, state, stop, listener)
+            return self._train(planned, provider, total, transformer, state, stop, listener)
 
     def _train(
         self,
-        samples: list[PlannedSample],
-        plan: EpochPlan,
+        planned: PlannedSet,
+        provider: Provider,
         total: int,
         transformer: nn.Module,
         state: TrainingState,
@@ -139,7 +145,7 @@ class Trainer:
         listener: Listener | None,
     ) -> FitResult:
         """The loop: every step of the plan that is not done yet."""
-        config, parameters, optimizer = self.config, state.parameters, state.optimizer
+        config, parameters, optimizer, samples = self.config, state.parameters, state.optimizer, planned.training
         objective = Objective(config.loss)
         checkpoints = Checkpoints(
             config.run_dir / "checkpoints", _path_settings(config, samples, total), config.train.keep_checkpoints
@@ -152,48 +158,61 @@ class Trainer:
             )
         write_bytes(config.run_dir / "config.yaml", yaml.safe_dump(config.dump(), sort_keys=False).encode())
         metrics = MetricsFile(config.run_dir / "metrics.jsonl", done)
+        ledger = Ledger(config.run_dir / "ledger.jsonl", samples, planned.faults, done)
+        feed = Feed(config, samples, provider, self.family.image_channels, self.device, self.dtype)
+        micro_batches = (batch for _, step in state.plan.steps(done, total) for batch in step.ranks[0])
         losses: list[float] = []
 
-        for step in plan.steps(done, total):
-            started = time.perf_counter()
-            torch.manual_seed(seed_of("step", config.seed, step.number))  # dropout is all that draws from it
-            loss, lengths = torch.zeros((), device=self.device), []
-            for micro_batch in step.micro_batches:
-                batch = self._load_batch(samples, micro_batch, step.epoch)
-                lengths.append(batch.lengths)
-                share = objective(self._velocity(transformer, batch), batch, step.target_tokens, step.samples)
-                share.backward()
-                loss += share.detach()
-            grad_norm = nn.utils.clip_grad_norm_(parameters.values(), config.train.max_grad_norm or float("inf"))
-            _require_finite(loss, grad_norm, step, samples)
-            learning_rate = state.schedule.get_last_lr()[0]
-            optimizer.step()
-            state.schedule.step()
-            optimizer.zero_grad()
+        with closing(feed(micro_batches)) as batches:
+            for number, step in state.plan.steps(done, total):
+                started = time.perf_counter()
+                torch.manual_seed(seed_of("step", config.seed, number))  # dropout is all that draws from it
+                target_tokens = sum(image_tokens(samples[visit.sample].img_shapes[:1]) for visit in step.visits)
+                loss, lengths = torch.zeros((), device=self.device), []
+                for _ in step.ranks[0]:
+                    batch = next(batches)
+                    lengths.append(batch.lengths)
+                    share = objective(self._velocity(transformer, batch), batch, target_tokens, step.samples)
+                    share.backward()
+                    loss += share.detach()
+                grad_norm = nn.utils.clip_grad_norm_(parameters.values(), config.train.max_grad_norm or float("inf"))
+                _require_finite(loss, grad_norm, number, [samples[visit.sample] for visit in step.visits])
+                learning_rate = state.schedule.get_last_lr()[0]
+                optimizer.step()
+                state.schedule.step()
+                optimizer.zero_grad()
 
-            report = StepReport(
-                step=step.number + 1,
-                total_steps=total,
-                epoch=step.epoch,
-                loss=loss.item(),
-                grad_norm=grad_norm.item(),
-                learning_rate=float(learning_rate),
-                samples=step.samples,
-                tokens=sum(map(sum, lengths)),
-                padding_avoided=_padding_avoided(lengths),
-                seconds=time.perf_counter() - started,
-            )
-            losses.append(report.loss)
-            metrics(report)
-            if listener:
-                listener(report)
-            if report.step % config.train.checkpoint_every == 0 or report.step == total or stop.requested:
-                checkpoints.save(report.step, state)
-            if stop.requested and report.step < total:
-                raise Interrupted(f"stopped and saved after step {report.step} of {total}")
+                report = StepReport(
+                    step=number + 1,
+                    total_steps=total,
+                    epoch=step.epoch,
+                    loss=loss.item(),
+                    grad_norm=grad_norm.item(),
+                    learning_rate=float(learning_rate),
+                    samples=step.samples,
+                    tokens=sum(map(sum, lengths)),
+                    padding_avoided=padding_ratio(*lengths),
+                    seconds=time.perf_counter() - started,
+                )
+                losses.append(report.loss)
+                metrics(report)
+                ledger.record(report.step, step)
+                if listener:
+                    listener(report)
+                if report.step % config.train.checkpoint_every == 0 or report.step == total or stop.requested:
+                    checkpoints.save(report.step, state)
+                if stop.requested and report.step < total:
+                    raise Interrupted(f"stopped and saved after step {report.step} of {total}")
 
         adapter = save_adapter(transformer, config.run_dir / "adapter")
-        return FitResult(adapter, total, done, losses[0] if losses else None, losses[-1] if losses else None)
+        return FitResult(
+            adapter,
+            total,
+            done,
+            first_loss=losses[0] if losses else None,
+            last_loss=losses[-1] if losses else None,
+            coverage=coverage(config.run_dir / "ledger.jsonl"),
+        )
 
     def predict(
         self,
@@ -241,16 +260,21 @@ class Trainer:
         if self.config.train.compile:
             compile_blocks(self.family.blocks(transformer))
 
-    def _load_batch(self, samples: list[PlannedSample], indices: Sequence[int], visit: int) -> EditBatch:
-        """Cached samples with the noise and noise level of this visit."""
-        examples = [self.store.load(samples[index].keys) for index in indices]
-        sigmas, noises = [], []
-        for example in examples:
-            tokens, channels = example.latents[0].shape
-            sigma, noise = draw(self.config.seed, example.id, visit, tokens, channels, self.config.loss.timesteps)
-            sigmas.append(sigma)
-            noises.append(noise)
-        return EditBatch.collate(examples, noises, sigmas, self.device, self.dtype)
+    def _encoder(self) -> Encoder:
+        parts = (*self.family.text_parts, *self.family.image_parts)
+        components = self.family.load(self.config.model.pretrained, parts, self.dtype, self.device)
+        return self.family.encoder(components, self.text_limit)
+
+    def _provider(self) -> Provider:
+        if self.config.cache.use_cache:
+            return FromCache(self.store)
+        return FromImages(self._encoder(), self.text_counter())
+
+    def text_counter(self) -> TextCounter:
+        """How long a prompt is, from the checkpoint's tokenizer."""
+        parts = self.family.tokenizer_parts
+        components = self.family.load(self.config.model.pretrained, parts, self.dtype, self.device)
+        return self.family.text_counter(components, self.text_limit)
 
     def _velocity(self, transformer: nn.Module, batch: EditBatch) -> Tensor:
         """The model's velocity `(M, C)` for the target tokens of a batch."""
@@ -303,18 +327,12 @@ def _device(name: str) -> torch.device:
         ) from None
 
 
-def _padding_avoided(lengths: Sequence[Sequence[int]]) -> float:
-    """The share of padded micro-batches of these lengths that would be padding."""
-    valid = sum(map(sum, lengths))
-    return 1 - valid / sum(len(batch) * max(batch) for batch in lengths)
-
-
-def _require_finite(loss: Tensor, grad_norm: Tensor, step: PlannedStep, samples: Sequence[PlannedSample]) -> None:
+def _require_finite(loss: Tensor, grad_norm: Tensor, number: int, samples: Sequence[PlannedSample]) -> None:
     if math.isfinite(loss.item()) and math.isfinite(grad_norm.item()):
         return
-    names = [samples[index].example.name for batch in step.micro_batches for index in batch]
+    names = [sample.example.name for sample in samples]
     raise QfluxError(
-        f"step {step.number + 1}: the loss is {loss.item()}, the gradient norm {grad_norm.item()}; "
+        f"step {number + 1}: the loss is {loss.item()}, the gradient norm {grad_norm.item()}; "
         f"the samples were {', '.join(names)}",
         "lower the learning rate, look at these samples, or try model.dtype: float32. The last checkpoint is intact.",
     )
@@ -326,11 +344,12 @@ def _path_settings(config: Config, samples: Sequence[PlannedSample], total: int)
     sections = {name: values[name] for name in ("family", "seed", "lora", "optimizer", "loss")}
     for key in ("pretrained", "dtype", "max_sequence_length"):
         sections[f"model.{key}"] = values["model"][key]
-    sections["data.batch_size"] = values["data"]["batch_size"]
-    sections["data.processor"] = values["data"]["processor"]
+    for key in ("batch_size", "max_tokens", "processor"):
+        sections[f"data.{key}"] = values["data"][key]
     for key in ("gradient_accumulation_steps", "max_grad_norm", "lr_scheduler", "lr_warmup_steps", "guidance"):
         sections[f"train.{key}"] = values["train"][key]
     if config.train.lr_scheduler in ("linear", "cosine"):
         sections["train.max_train_steps"] = total
-    sections["data (samples)"] = key_of(sorted(sample.keys.key for sample in samples))[:16]
+    identity = sorted((sample.keys.key, sample.example.rate, sample.example.is_prior) for sample in samples)
+    sections["data (samples)"] = key_of(identity)[:16]
     return sections

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qflux.data.encoded import Prompt, TextEmbedding, TextLimit
+from qflux.models.family import TextCount, TextCounter
 from qflux.models.flux_kontext.components import FluxKontextComponents
 from qflux.ragged.layout import ImageShape
 from qflux.ragged.patches import pack, unpack
@@ -56,3 +57,12 @@ class FluxKontextEncoder:
 def _tokenize(tokenizer: Any, texts: list[str], length: int) -> Tensor:
     """Token ids `(prompts, length)`, padded and cut."""
     return tokenizer(texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
+
+
+def text_counter(components: FluxKontextComponents, limit: TextLimit) -> TextCounter:
+    """Every prompt is padded to the limit, and the transformer attends to the padding."""
+
+    def count(prompt: str, sizes: Sequence[tuple[int, int]]) -> TextCount:
+        return TextCount(used=limit.tokens, wanted=len(components.tokenizer_2(prompt).input_ids))
+
+    return count

@@ -12,7 +12,7 @@ from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokeniz
 
 from qflux.models.family import Defaults, Family, ModelInputs
 from qflux.models.flux_kontext.components import FluxKontextComponents
-from qflux.models.flux_kontext.encoders import FluxKontextEncoder
+from qflux.models.flux_kontext.encoders import FluxKontextEncoder, text_counter
 from qflux.models.flux_kontext.tiny import tiny
 from qflux.models.flux_kontext.transformer import FluxTransformer2DModel
 from qflux.models.loading import checkpoint_folder, load_other, load_part
@@ -82,6 +82,8 @@ FLUX_KONTEXT = Family(
     tiny=tiny,
     load=load,
     encoder=FluxKontextEncoder,
+    tokenizer_parts=("tokenizer_2",),
+    text_counter=text_counter,
     velocity=velocity,
     combine=combine,
     blocks=blocks,

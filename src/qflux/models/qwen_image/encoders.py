@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qflux.data.encoded import Prompt, TextEmbedding, TextLimit
+from qflux.models.family import TextCount, TextCounter
 from qflux.models.qwen_image.components import QwenImageComponents
 from qflux.models.qwen_image.prompts import PromptProcessor, Template, split_valid
 from qflux.ragged.layout import ImageShape
@@ -65,3 +66,14 @@ class QwenImageEncoder:
             torch.tensor(values).to(like)[:, None, None] for values in (config.latents_mean, config.latents_std)
         )
         return mean, std
+
+
+def text_counter(components: QwenImageComponents, limit: TextLimit, template: Template) -> TextCounter:
+    """Counts as the encoder does: the template's leading tokens are dropped, an image is as long as its patches."""
+    processor = components.processor or PromptProcessor(components.tokenizer, None)
+
+    def count(prompt: str, sizes: Sequence[tuple[int, int]]) -> TextCount:
+        wanted = processor.count(template.fill(prompt, len(sizes)), sizes) - template.drop
+        return TextCount(used=min(wanted, limit.tokens), wanted=wanted)
+
+    return count

@@ -16,7 +16,7 @@ from qflux.data.geometry import Transform
 from qflux.models.family import Defaults, Family, ModelInputs, PromptView
 from qflux.models.loading import checkpoint_folder, load_other, load_part
 from qflux.models.qwen_image.components import QwenImageComponents
-from qflux.models.qwen_image.encoders import QwenImageEncoder
+from qflux.models.qwen_image.encoders import QwenImageEncoder, text_counter
 from qflux.models.qwen_image.prompts import (
     ONE_IMAGE,
     PICTURES,
@@ -101,6 +101,8 @@ def _family(name: str, pipeline: str, template: Template, controls: tuple[int, i
         tiny=partial(tiny, sees_images=sees_images),
         load=load,
         encoder=lambda components, limit: QwenImageEncoder(components, limit, template),
+        tokenizer_parts=("tokenizer", *(["processor"] if sees_images else [])),
+        text_counter=lambda components, limit: text_counter(components, limit, template),
         velocity=velocity,
         combine=combine,
         blocks=blocks,

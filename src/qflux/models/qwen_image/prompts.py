@@ -91,6 +91,14 @@ class PromptProcessor:
         tokens = self.tokenizer(texts, padding=padding, return_tensors=return_tensors)
         return BatchFeature({**tokens, **features}, tensor_type=None)
 
+    def count(self, text: str, sizes: Sequence[tuple[int, int]]) -> int:
+        """Tokens of a text with images of these (height, width) in it, without the images."""
+        merge = self.image_processor.merge_size**2 if sizes else 1
+        patches = [
+            self.image_processor.get_number_of_image_patches(height, width, {}) // merge for height, width in sizes
+        ]
+        return len(self.tokenizer(_expand(text, iter(patches)) if sizes else text).input_ids)
+
 
 def _expand(text: str, counts: Any) -> str:
     first, *rest = text.split(IMAGE_TOKEN)

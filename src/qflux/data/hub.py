@@ -1,0 +1,179 @@
+"""Samples in a Hugging Face data set: images as bytes in a table, or as paths.
+
+The table is read through Arrow, so that listing it touches prompts and counts but no image.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from qflux.config import HubSource
+from qflux.data.examples import EditExample, Listing
+from qflux.data.images import ImageFile, ImageRef, shown
+from qflux.errors import DataError
+
+_BATCH = 1000
+
+
+@dataclass(frozen=True)
+class ImageCell:
+    """An image in a row of a data set."""
+
+    name: str
+    row: int
+    column: str
+    item: int | None
+    """Its place in a list of images."""
+    table: Any = field(compare=False, repr=False)
+    version: tuple[Any, ...] | None = field(default=None, compare=False, repr=False)
+    """What changes with the files behind the table."""
+
+    def open(self) -> BinaryIO:
+        value = self.table[self.row].column(self.column)[0].as_py()
+        value = value if self.item is None else value[self.item]
+        data = value if isinstance(value, bytes) else (value or {}).get("bytes")
+        if data is None:
+            raise OSError(f"the cell holds {'nothing' if value is None else 'no image bytes'}")
+        return io.BytesIO(data)
+
+    def stamp(self) -> list[Any] | None:
+        place = f"{self.name}[{self.row}].{self.column}" + ("" if self.item is None else f"[{self.item}]")
+        return [place, *self.version] if self.version else None
+
+    def __str__(self) -> str:
+        place = f"{self.name} row {self.row}, {self.column}"
+        return place if self.item is None else f"{place} {self.item}"
+
+
+def read_hub(settings: HubSource) -> Listing:
+    """All samples of a data set in its order, and what is wrong with the others."""
+    data = _open(settings)
+    columns = settings.columns
+    for role in ("target", "prompt"):
+        name = getattr(columns, role)
+        if name not in data.column_names:
+            near = difflib.get_close_matches(name, data.column_names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(data.column_names)}."
+            raise DataError(
+                f"{settings.path} has no column {name!r}", f"{hint} Set columns.{role} of the source to map it."
+            )
+    listing = Listing(shown(settings.path))
+    reader = _RowReader(settings, data.with_format("arrow"), _version(data))
+    for start in range(0, len(data), _BATCH):
+        listing.examples += reader.read(start, min(start + _BATCH, len(data)), listing)
+    return listing
+
+
+def _open(settings: HubSource) -> Any:
+    try:
+        import datasets  # noqa: PLC0415  (an extra)
+    except ImportError:
+        raise DataError(
+            f"{settings.path} is a Hugging Face data set, and the package datasets is not installed",
+            "pip install 'qflux[datasets]'.",
+        ) from None
+    path = settings.path
+    try:
+        if path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet"))):
+            files = [str(path)] if path.is_file() else sorted(map(str, path.glob("*.parquet")))
+            return datasets.load_dataset("parquet", data_files={settings.split: files}, split=settings.split)
+        if path.suffix == ".arrow":
+            return datasets.Dataset.from_file(str(path))
+        if path.is_dir() and ((path / "state.json").is_file() or (path / "dataset_dict.json").is_file()):
+            saved = datasets.load_from_disk(str(path))
+            return saved[settings.split] if isinstance(saved, datasets.DatasetDict) else saved
+        return datasets.load_dataset(str(path), split=settings.split, revision=settings.revision)
+    except Exception as error:
+        raise DataError(
+            f"the data set {path} (split {settings.split}) can't be read: {error}",
+            "check its name and split, the network, and HF_TOKEN if it is private.",
+        ) from error
+
+
+def _version(data: Any) -> tuple[Any, ...] | None:
+    """Names, sizes and times of the files behind a data set; none if it lives in memory."""
+    files = [Path(file["filename"]) for file in data.cache_files]
+    if not files:
+        return None
+    return tuple(part for file in files for part in (str(file), file.stat().st_size, file.stat().st_mtime_ns))
+
+
+class _RowReader:
+    def __init__(self, settings: HubSource, table: Any, version: tuple[Any, ...] | None) -> None:
+        self._settings = settings
+        self._table = table
+        self._version = version
+        columns = settings.columns
+        wanted = (columns.target, columns.controls, columns.mask)
+        self._present = [name for name in wanted if name in table.column_names]
+        self._prompts = table.select_columns([columns.prompt])
+
+    def read(self, start: int, stop: int, listing: Listing) -> list[EditExample]:
+        columns = self._settings.columns
+        prompts = self._prompts[start:stop].column(columns.prompt).to_pylist()
+        shapes = {name: self._cells(name, start, stop) for name in self._present}
+        examples = []
+        for offset, prompt in enumerate(prompts):
+            row = start + offset
+            name = f"{self._settings.path.name}[{row}]"
+            target = shapes[columns.target][offset]
+            controls = shapes[columns.controls][offset] if columns.controls in shapes else ()
+            mask = shapes[columns.mask][offset] if columns.mask in shapes else ()
+            if len(target) != 1 or len(mask) > 1:
+                problem = f"{len(target)} target images, {len(mask)} masks; one target and at most one mask are right"
+                listing.fault(name, problem)
+            elif not isinstance(prompt, str) or not prompt.strip():
+                listing.fault(name, f"{columns.prompt} is empty")
+            elif any(cell is None for cell in controls):
+                listing.fault(name, f"{columns.controls} has a gap: an image is missing")
+            else:
+                images = tuple(cell for cell in controls if cell is not None)
+                examples.append(EditExample(name, target[0], prompt.strip(), images, mask[0] if mask else None))
+        return examples
+
+    def _cells(self, column: str, start: int, stop: int) -> list[tuple[Any, ...]]:
+        """The images of a column in each row; what is null is left out of a plain column, and None in a list."""
+        values = self._table.select_columns([column])[start:stop].column(column).combine_chunks()
+        if _is_list(values.type):
+            lengths = [len(value) if value.is_valid else 0 for value in values]
+            return [
+                tuple(
+                    self._cell(column, start + row, item, value) if value.is_valid else None
+                    for item, value in enumerate(values[row].values if lengths[row] else ())
+                )
+                for row in range(len(values))
+            ]
+        return [
+            (self._cell(column, start + row, None, value),) if value.is_valid else ()
+            for row, value in enumerate(values)
+        ]
+
+    def _cell(self, column: str, row: int, item: int | None, value: Any) -> ImageRef:
+        """An image kept as bytes, or a path: relative to a local data set's folder."""
+        path = _path_of(value)
+        if path is None:
+            return ImageCell(shown(self._settings.path), row, column, item, self._table, self._version)
+        root = self._settings.path if self._settings.path.is_dir() else self._settings.path.parent
+        return ImageFile(root / path)
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow  # noqa: PLC0415  (comes with datasets)
+
+    return bool(pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind))
+
+
+def _path_of(value: Any) -> str | None:
+    """The path of an image that is not in the table itself. Looks at Arrow scalars: no bytes are copied."""
+    import pyarrow  # noqa: PLC0415
+
+    if pyarrow.types.is_struct(value.type):
+        has_bytes = "bytes" in value and value["bytes"].is_valid
+        return value["path"].as_py() if not has_bytes and "path" in value else None
+    if pyarrow.types.is_string(value.type) or pyarrow.types.is_large_string(value.type):
+        return str(value.as_py())
+    return None

@@ -1,0 +1,226 @@
+"""From listed samples to usable ones: facts of every image, transforms, ids; what trains and what is held out.
+
+1. `read_sources`   every source is listed
+2. `FileIndex`      headers and hashes of all images, in parallel, each file once in its life
+3. `_sized`         every image of a sample gets its transform, from sizes alone
+4. `_merged`        samples with equal content become one that trains as often as all of them
+5. `_split`         held-out samples are set apart, chosen by content
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from qflux.config import DataSettings
+from qflux.data.examples import EditExample, Fault, Listing
+from qflux.data.geometry import ImageProcessor, Transform
+from qflux.data.images import ImageFacts, ImageRef
+from qflux.data.index import FileIndex
+from qflux.data.sources import read_sources
+from qflux.data.store import key_of
+from qflux.errors import DataError, collected
+from qflux.ragged.layout import ImageShape, image_tokens
+from qflux.ragged.patches import token_shape
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+
+
+class ImagePolicy(Protocol):
+    """What a model family says about a sample's images."""
+
+    @property
+    def prompt_view(self) -> Callable[[int, tuple[int, int], Transform], Transform | None]:
+        """How the text encoder sees a control: from its index, its own (width, height) and its transform."""
+
+    def check_controls(self, count: int, what: str) -> None:
+        """A `DataError` if a sample can't have this many controls."""
+
+
+@dataclass(frozen=True)
+class SizedExample:
+    """A sample and what will become of its images."""
+
+    id: str
+    """From content alone: the same wherever the files are and however they are listed."""
+    example: EditExample
+    facts: tuple[ImageFacts, ...]
+    """One per image, target first."""
+    transforms: tuple[Transform, ...]
+    """One per image, target first."""
+    views: tuple[Transform | None, ...]
+    """One per control: how the text encoder sees it, if it does."""
+    mask_hash: str | None
+
+    @property
+    def img_shapes(self) -> tuple[ImageShape, ...]:
+        return tuple(token_shape(*transform.size) for transform in self.transforms)
+
+    @property
+    def image_tokens(self) -> int:
+        return image_tokens(self.img_shapes)
+
+    @property
+    def crops_first_control(self) -> bool:
+        """The first control has another aspect ratio than the target, and loses more than a step to the crop."""
+        return len(self.facts) > 1 and self.transforms[0].crops(*self.facts[1].size)
+
+
+@dataclass
+class SampleSet:
+    """Everything the configured sources hold."""
+
+    training: list[SizedExample] = field(default_factory=list)
+    """In the order of their ids."""
+    held_out: list[SizedExample] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    listings: list[Listing] = field(default_factory=list)
+
+    @property
+    def all(self) -> list[SizedExample]:
+        return [*self.training, *self.held_out]
+
+
+def gather(
+    settings: DataSettings, policy: ImagePolicy, index: FileIndex, progress: Progress | None = None
+) -> SampleSet:
+    """The samples of a config, and everything that is wrong with the rest."""
+    listings = [*read_sources(settings.training_sources), *read_sources(settings.class_sources, is_prior=True)]
+    apart = read_sources(settings.held_out.sources if settings.held_out and settings.held_out.sources else [])
+    gathered = SampleSet(listings=[*listings, *apart])
+    for listing in gathered.listings:
+        gathered.faults += listing.faults
+        gathered.notes += listing.notes
+
+    examples = [example for listing in listings for example in listing.examples]
+    validation = [example for listing in apart for example in listing.examples]
+    sized = _sized([*examples, *validation], settings, policy, index, gathered, progress)
+    training = [sample for number, sample in sized if number < len(examples)]
+    held_out = [sample for number, sample in sized if number >= len(examples)]
+    gathered.training, gathered.held_out = _merged(training, gathered), _merged(held_out, gathered)
+    _split(settings, gathered)
+    cropped = [str(sample.example.controls[0]) for sample in gathered.all if sample.crops_first_control]
+    if cropped:
+        gathered.notes.append(
+            f"{len(cropped)} first controls have another aspect ratio than their target and are cropped to it: "
+            + ", ".join(cropped[:10])
+        )
+    return gathered
+
+
+def require_usable(gathered: SampleSet, settings: DataSettings) -> None:
+    """Say what there is to say; an error for faults unless they may be skipped, and if nothing is left."""
+    for note in gathered.notes:
+        logger.warning("%s", note)
+    names = ", ".join(listing.source for listing in gathered.listings)
+    if gathered.faults and settings.on_bad_sample == "error":
+        remedies = dict.fromkeys(fault.remedy for fault in gathered.faults if fault.remedy)
+        remedy = " ".join([*list(remedies)[:3], "data.on_bad_sample: skip leaves such samples out and names them."])
+        raise collected(DataError, f"the data in {names} is not all usable", list(map(str, gathered.faults)), remedy)
+    for fault in gathered.faults:
+        logger.warning("skipped: %s", fault)
+    if not gathered.training:
+        skipped = f"; {len(gathered.faults)} were skipped" if gathered.faults else ""
+        raise DataError(f"no usable sample in {names}{skipped}", "`qflux inspect` shows what is wrong with the data.")
+
+
+def _sized(
+    examples: Sequence[EditExample],
+    settings: DataSettings,
+    policy: ImagePolicy,
+    index: FileIndex,
+    gathered: SampleSet,
+    progress: Progress | None,
+) -> list[tuple[int, SizedExample]]:
+    """Every usable example with its number; the others become faults."""
+    images: list[ImageRef] = [
+        ref for example in examples for ref in (*example.images, *([example.mask] if example.mask else []))
+    ]
+    facts = iter(index.facts(images, progress))
+    processor = ImageProcessor(settings.processor)
+    sized = []
+    for number, example in enumerate(examples):
+        found = [next(facts) for _ in example.images]
+        mask = next(facts) if example.mask else None
+        broken = [fact for fact in (*found, mask) if isinstance(fact, DataError)]
+        try:
+            if broken:
+                raise broken[0]
+            known = tuple(fact for fact in found if isinstance(fact, ImageFacts))
+            sized.append((number, _size_one(example, known, mask, processor, policy)))
+        except DataError as error:
+            gathered.faults.append(Fault(f"{example.name} ({example.source})", error.problem, error.remedy))
+    return sized
+
+
+def _size_one(
+    example: EditExample,
+    facts: tuple[ImageFacts, ...],
+    mask: ImageFacts | DataError | None,
+    processor: ImageProcessor,
+    policy: ImagePolicy,
+) -> SizedExample:
+    policy.check_controls(len(example.controls), str(example.target))
+    target = processor.target(*facts[0].size, name=str(example.target))
+    transforms: list[Transform] = [target]
+    views = []
+    for number, (control, fact) in enumerate(zip(example.controls, facts[1:], strict=True)):
+        if number == 0:
+            processor.check_aspect(*fact.size, str(control))
+        transforms.append(target if number == 0 else processor.control(number - 1, *fact.size, str(control)))
+        views.append(policy.prompt_view(number, fact.size, transforms[-1]))
+    if isinstance(mask, ImageFacts) and mask.size != facts[0].size:
+        sizes = " and ".join(f"{fact.width}x{fact.height}" for fact in (mask, facts[0]))
+        raise DataError(f"{example.mask}: the mask and its target differ in size: {sizes}")
+    mask_hash = mask.hash if isinstance(mask, ImageFacts) else None
+    identity = key_of("id", [fact.hash for fact in facts], example.prompt, mask_hash)
+    return SizedExample(identity, example, facts, tuple(transforms), tuple(views), mask_hash)
+
+
+def _merged(samples: list[SizedExample], gathered: SampleSet) -> list[SizedExample]:
+    """One sample per content, sorted by id. Equal ones would share their noise; merged, each visit has its own."""
+    unique: dict[tuple[str, bool], SizedExample] = {}
+    repeated = []
+    for sample in samples:
+        key = (sample.id, sample.example.is_prior)
+        first = unique.get(key)
+        if first is None:
+            unique[key] = sample
+        else:
+            repeated.append(f"{sample.example.name} = {first.example.name}")
+            rate = first.example.rate + sample.example.rate
+            unique[key] = replace(first, example=replace(first.example, rate=rate))
+    if repeated:
+        gathered.notes.append(
+            f"{len(repeated)} samples are equal to another one and are merged with it, which then trains as often as "
+            f"both: {', '.join(repeated[:10])}"
+        )
+    return sorted(unique.values(), key=lambda sample: (sample.id, sample.example.is_prior))
+
+
+def _split(settings: DataSettings, gathered: SampleSet) -> None:
+    """Set held-out samples apart. Which ones follows from content alone: not from the seed, not from other samples."""
+    held_out = settings.held_out
+    if held_out is None:
+        return
+    if held_out.sources:
+        ids = {sample.id for sample in gathered.training}
+        leaked = [sample.example.name for sample in gathered.held_out if sample.id in ids]
+        if leaked:
+            gathered.notes.append(f"{len(leaked)} held-out samples are also trained on: {', '.join(leaked[:10])}")
+        return
+    eligible = [sample for sample in gathered.training if not sample.example.is_prior]
+    count = held_out.count or max(1, round((held_out.fraction or 0) * len(eligible)))
+    if count >= len(eligible) > 0:
+        raise DataError(
+            f"data.held_out takes {count} of {len(eligible)} samples: none would be left to train on",
+            "hold out fewer samples.",
+        )
+    chosen = {s.id for s in sorted(eligible, key=lambda s: key_of("held out", s.id))[:count]}
+    gathered.held_out = [sample for sample in eligible if sample.id in chosen]
+    gathered.training = [s for s in gathered.training if s.example.is_prior or s.id not in chosen]

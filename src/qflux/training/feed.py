@@ -1,0 +1,149 @@
+"""What the loop eats: the micro-batches of the plan, read ahead, each with its noise.
+
+A micro-batch comes from the cache, or is encoded on the fly; nothing else differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qflux.config import Config
+from qflux.data.batch import EditBatch
+from qflux.data.cache import EmbeddingCacheManager
+from qflux.data.encoded import EncodedExample
+from qflux.data.loader import read_ahead
+from qflux.data.plan import Batching, MicroBatch, TrainingPlan
+from qflux.errors import DataError, QfluxError
+from qflux.losses.timesteps import draw
+from qflux.models.family import Encoder, TextCounter
+from qflux.ragged.layout import image_tokens
+from qflux.training.encode import OpenedExample, PlannedSample, encode_example, open_example
+
+
+class Provider(Protocol):
+    """Where encoded samples come from, in two stages: `read` in a thread, `finish` in the loop."""
+
+    def text_tokens(self, sample: PlannedSample) -> int:
+        """The length of the sample's prompt, without encoding it."""
+
+    def read(self, sample: PlannedSample) -> EncodedExample | OpenedExample: ...
+
+    def finish(self, read: EncodedExample | OpenedExample) -> EncodedExample: ...
+
+
+class FromCache:
+    """Samples as `qflux cache` left them."""
+
+    def __init__(self, store: EmbeddingCacheManager) -> None:
+        self._store = store
+
+    def text_tokens(self, sample: PlannedSample) -> int:
+        return self._store.text_tokens(sample.keys)
+
+    def read(self, sample: PlannedSample) -> EncodedExample:
+        return self._store.load(sample.keys)
+
+    def finish(self, read: EncodedExample | OpenedExample) -> EncodedExample:
+        assert isinstance(read, EncodedExample)
+        return read
+
+
+class FromImages:
+    """Samples decoded and encoded when they are due."""
+
+    def __init__(self, encoder: Encoder, count: TextCounter) -> None:
+        self._encoder = encoder
+        self._count = count
+
+    def text_tokens(self, sample: PlannedSample) -> int:
+        return self._count(sample.example.prompt, [view.size for view in sample.views if view]).used
+
+    def read(self, sample: PlannedSample) -> OpenedExample:
+        return open_example(sample)
+
+    def finish(self, read: EncodedExample | OpenedExample) -> EncodedExample:
+        assert isinstance(read, OpenedExample)
+        return encode_example(read, self._encoder)
+
+
+def training_plan(config: Config, samples: Sequence[PlannedSample], provider: Provider) -> TrainingPlan:
+    """The plan of a run. A sample that no micro-batch can hold is an error that names it."""
+    lengths = [provider.text_tokens(sample) + sample.image_tokens for sample in samples]
+    budget = config.data.max_tokens
+    large = [f"{s.example.name} ({n} tokens)" for s, n in zip(samples, lengths, strict=True) if budget and n > budget]
+    if large:
+        raise DataError(
+            f"{len(large)} samples are larger than data.max_tokens {budget}: {', '.join(large[:10])}",
+            "raise data.max_tokens, or choose smaller areas in data.processor.",
+        )
+    batching = Batching(
+        batch_size=None if budget else config.data.batch_size or 1,
+        max_tokens=budget,
+        accumulation=config.train.gradient_accumulation_steps,
+    )
+    return TrainingPlan(lengths, batching, config.seed, [sample.example.rate for sample in samples])
+
+
+class Feed:
+    """Turns planned micro-batches into tensors."""
+
+    def __init__(
+        self,
+        config: Config,
+        samples: Sequence[PlannedSample],
+        provider: Provider,
+        channels: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._config = config
+        self._samples = samples
+        self._provider = provider
+        self._channels = channels
+        self._device = device
+        self._dtype = dtype
+
+    def __call__(self, micro_batches: Iterable[MicroBatch]) -> Generator[EditBatch, None, None]:
+        """One batch per micro-batch, in order, the same whatever the number of workers."""
+        for read in read_ahead(self._read, micro_batches, self._config.data.num_workers, self._names):
+            yield EditBatch.collate(
+                [self._provider.finish(item.content) for item in read],
+                [item.noise for item in read],
+                [item.sigma for item in read],
+                self._device,
+                self._dtype,
+                [item.weight for item in read],
+            )
+
+    def _read(self, micro_batch: MicroBatch) -> list[_Read]:
+        return [self._read_one(self._samples[visit.sample], visit.number) for visit in micro_batch]
+
+    def _read_one(self, sample: PlannedSample, visit: int) -> _Read:
+        config = self._config
+        try:
+            content = self._provider.read(sample)
+        except QfluxError as error:
+            raise type(error)(f"sample {sample.example.name}: {error.problem}", error.remedy) from error
+        except Exception as error:
+            raise DataError(f"sample {sample.example.name} can't be read: {type(error).__name__}: {error}") from error
+        tokens = image_tokens(sample.img_shapes[:1])
+        sigma, noise = draw(config.seed, sample.id, visit, tokens, self._channels, config.loss.timesteps)
+        return _Read(content, sigma, noise, config.loss.prior_weight if sample.example.is_prior else 1.0)
+
+    def _names(self, micro_batch: MicroBatch) -> str:
+        return ", ".join(self._samples[visit.sample].example.name for visit in micro_batch)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A sample as it comes out of a thread."""
+
+    content: EncodedExample | OpenedExample
+    sigma: float
+    noise: Tensor
+    weight: float

@@ -1,0 +1,99 @@
+"""`ledger.jsonl`: which samples trained in which step of which epoch, and what was left out, and why.
+
+{"kind": "sample", "id": …, "name": …, "source": …, "rate": …}     once per sample, at the start
+{"kind": "skipped", "what": …, "reason": …}                        what the data holds and the run does not use
+{"kind": "step", "step": 12, "epoch": 0, "samples": [id, …]}       all ranks together
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qflux.data.examples import Fault
+from qflux.data.plan import PlannedStep
+from qflux.data.samples import SizedExample
+from qflux.data.store import write_bytes
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What a ledger adds up to."""
+
+    samples: int
+    trained: int
+    """Samples that trained at least once."""
+    visits: int
+    epochs: int
+    """Epochs begun."""
+    skipped: tuple[str, ...]
+
+    def __str__(self) -> str:
+        text = f"{self.trained} of {self.samples} samples trained, {self.visits} visits in {self.epochs} epochs"
+        return text + (f", {len(self.skipped)} skipped" if self.skipped else "")
+
+
+class Ledger:
+    """Written as the run goes. A resumed run first drops the lines of steps it is about to do again."""
+
+    def __init__(
+        self, path: Path, samples: Sequence[SizedExample], skipped: Iterable[Fault], steps_done: int = 0
+    ) -> None:
+        self._path = path
+        self._ids = [sample.id for sample in samples]
+        head = [_sample(sample) for sample in samples]
+        head += [{"kind": "skipped", "what": fault.what, "reason": fault.problem} for fault in skipped]
+        done = [line for line in read_ledger(path) if line.get("kind") == "step" and line["step"] <= steps_done]
+        write_bytes(path, "".join(json.dumps(line) + "\n" for line in [*head, *done]).encode())
+
+    def record(self, number: int, step: PlannedStep) -> None:
+        """Step `number`, counted from 1, is done."""
+        ids = [self._ids[visit.sample] for visit in step.visits]
+        with self._path.open("a") as file:
+            file.write(json.dumps({"kind": "step", "step": number, "epoch": step.epoch, "samples": ids}) + "\n")
+
+
+def coverage(path: Path) -> Coverage:
+    """The sum of a ledger."""
+    samples, skipped, epochs = set(), [], set()
+    visits: Counter[str] = Counter()
+    for line in read_ledger(path):
+        if line["kind"] == "sample":
+            samples.add(line["id"])
+        elif line["kind"] == "skipped":
+            skipped.append(f"{line['what']}: {line['reason']}")
+        else:
+            visits.update(line["samples"])
+            epochs.add(line["epoch"])
+    return Coverage(len(samples), len(visits), visits.total(), len(epochs), tuple(skipped))
+
+
+def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a ledger; a torn one, which a kill can leave at the end, is left out."""
+    try:
+        text = path.read_text(errors="replace")
+    except FileNotFoundError:
+        return
+    for line in text.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict) and "kind" in value:
+            yield value
+
+
+def _sample(sample: SizedExample) -> dict[str, Any]:
+    example = sample.example
+    return {
+        "kind": "sample",
+        "id": sample.id,
+        "name": example.name,
+        "source": example.source,
+        "target": str(example.target),
+        "rate": example.rate,
+    }
