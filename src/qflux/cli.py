@@ -80,6 +80,41 @@ def demo(
     console.print("The model is tiny and random: the pictures show the path, not what a real checkpoint can do.")
 
 
+@app.command(name="inspect")
+def inspect_(
+    config: ConfigFile,
+    json_: Annotated[Path | None, typer.Option("--json", help="Write everything found to this file.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the pictures. Default: inspect/ of the run.")] = None,
+    set_: Overrides = None,
+) -> None:
+    """Look at the data: what is in it, what will become of it, what is wrong with it."""
+    from qflux.data.store import write_json  # noqa: PLC0415
+    from qflux.report.inspection import batch_picture, contact_sheet  # noqa: PLC0415
+    from qflux.report.pictures import write_png  # noqa: PLC0415
+    from qflux.report.tables import inspection_tables  # noqa: PLC0415
+
+    trainer = _trainer(config, set_)
+    with _bar() as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def update(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total, note="")
+            bar.update(tasks[stage], completed=done, total=total)
+
+        inspected = trainer.inspect(update)
+    for table in inspection_tables(inspected.summary):
+        console.print(table)
+    folder = (output or trainer.config.run_dir / "inspect").expanduser()
+    pictures = {"contact_sheet.png": contact_sheet(inspected.samples.all), "batch.png": batch_picture(inspected)}
+    written = [write_png(folder / name, picture) for name, picture in pictures.items() if picture]
+    if json_:
+        write_json(json_.expanduser(), inspected.summary.dump())
+        written.append(json_)
+    for file in written:
+        _say(str(file))
+
+
 @app.command()
 def cache(config: ConfigFile, set_: Overrides = None) -> None:
     """Encode prompts and images once, so that training loads neither."""

@@ -126,3 +126,51 @@ def test_target_mask_and_first_control_get_the_same_pixels(width, height):
     as_mask = np.asarray(transform(red, fill="black")).astype(int)
     as_image = np.asarray(transform(target))[..., 0].astype(int)
     assert np.abs(as_mask - as_image).max() <= 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(candidates=st.lists(areas, min_size=1, max_size=6, unique=True), width=sides, height=sides)
+def test_the_candidate_nearest_to_the_image_is_taken(candidates, width, height):
+    if max(width / height, height / width) > 3:
+        return
+    own = width * height
+    errors = sorted((abs(a - own) / own, a) for a in candidates)
+    assert best_size(candidates, width, height) == size_for_area(errors[0][1], width, height)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    width=st.integers(96, 700),
+    height=st.integers(96, 700),
+    scale=st.floats(0.5, 2.0),
+    x=st.floats(0.2, 0.8),
+    y=st.floats(0.2, 0.8),
+    fit=st.sampled_from(["crop", "stretch", "pad"]),
+)
+def test_a_marked_point_lands_on_the_same_token_in_target_mask_and_first_control(width, height, scale, x, y, fit):
+    """The control may be of another resolution; the mask is of the target's."""
+    if max(width / height, height / width) > 3:
+        return
+    process = {"crop": "fixed_pixels", "stretch": "resize", "pad": "padding"}[fit]
+    processor = ImageProcessor(ProcessorSettings(process_type=process, target_pixels=256 * 256))
+    transform = processor.target(width, height)
+    control_size = round(width * scale), round(height * scale)
+
+    def place(size: tuple[int, int], mode: str) -> np.ndarray:
+        """Where the mark is after the transform, in tokens."""
+        image = np.zeros((size[1], size[0]), np.float32)
+        radius = max(2, round(min(size) * 0.03))
+        cx, cy = x * size[0], y * size[1]
+        rows, columns = np.ogrid[: size[1], : size[0]]
+        image[(columns + 0.5 - cx) ** 2 + (rows + 0.5 - cy) ** 2 <= radius**2] = 255
+        moved = np.asarray(transform(Image.fromarray(image.astype(np.uint8)).convert(mode), fill="black").convert("L"))
+        weights = moved.astype(float) * (moved > 40)
+        return np.array([(weights.sum(1 - axis) @ (np.arange(moved.shape[axis]) + 0.5)) for axis in (0, 1)]) / (
+            weights.sum() * 16
+        )
+
+    target, mask, control = place((width, height), "RGB"), place((width, height), "L"), place(control_size, "RGB")
+    # Two images can't agree better than a pixel of the coarser one; a token is sixteen.
+    tolerance = (1.0 + max(1.0, 1 / scale)) * max(transform.size[0] / height, 1.0) / 16
+    assert np.abs(target - mask).max() < 0.01
+    assert np.abs(target - control).max() < tolerance

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -96,6 +97,15 @@ def test_the_shares_of_micro_batches_add_up_to_the_loss_of_the_step(by_token):
     per_sample = [part.sum() for part in (error * weight).split(sizes)]
     by_hand = sum(per_sample) / 16 if by_token else sum(s / n for s, n in zip(per_sample, sizes, strict=True)) / 3
     assert torch.allclose(total, by_hand)
+
+
+def test_class_images_count_by_their_weight():
+    batch = batch_of([4, 2], [None, None])
+    batch = replace(batch, weight=torch.tensor([1.0, 0.25]))
+    prediction = torch.randn_like(batch.targets)
+    error = (prediction - batch.velocity()).square().mean(-1)
+    total = Objective(LossSettings())(prediction, batch, step_tokens=6, step_samples=2)
+    assert torch.allclose(total, (error[:4].sum() + 0.25 * error[4:].sum()) / 6)
 
 
 def test_noise_depends_on_seed_sample_and_visit_alone():

@@ -37,6 +37,7 @@ class Fault:
     """The file, or the row of a table."""
     problem: str
     remedy: str = ""
+    source: str = ""
 
     def __str__(self) -> str:
         return f"{self.what}: {self.problem}"
@@ -53,4 +54,4 @@ class Listing:
     """What a user may want to know, though nothing is wrong."""
 
     def fault(self, what: object, problem: str, remedy: str = "") -> None:
-        self.faults.append(Fault(str(what), problem, remedy))
+        self.faults.append(Fault(str(what), problem, remedy, self.source))

@@ -52,7 +52,7 @@ def read_folder(root: Path) -> Listing:
 
 
 def _files(folder: Path) -> Iterable[Path]:
-    """All files, and links to files that are not there: those must not vanish without a word."""
+    """All files, and links that lead nowhere: those are found out when the image is read."""
     return (f for f in sorted(folder.iterdir()) if (f.is_file() or f.is_symlink()) and not f.name.startswith("."))
 
 
@@ -63,9 +63,7 @@ def _by_stem(folder: Path, listing: Listing) -> dict[str, Path]:
     for file in _files(folder):
         if file.is_dir():
             continue
-        if not file.exists():
-            listing.fault(shown(file), "a link to a file that does not exist, or to itself")
-        elif file.suffix.lower() not in SUFFIXES:
+        if file.suffix.lower() not in SUFFIXES:
             ignored += [] if file.suffix.lower() == ".txt" and folder.name == TARGETS else [file.name]
         elif file.stem in images:
             listing.fault(shown(file), f"a second image named {file.stem!r} beside {images[file.stem].name}")

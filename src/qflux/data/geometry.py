@@ -65,11 +65,20 @@ class Transform:
             canvas = Image.new(image.mode, (width, height), fill)
             canvas.paste(inner, ((width - inner.width) // 2, (height - inner.height) // 2))
             return canvas
-        # Cover and crop in one resampling: the largest centred part of the image with the size's aspect ratio.
-        scale = min(image.width / width, image.height / height)
-        left, top = max(0.0, image.width - width * scale) / 2, max(0.0, image.height - height * scale) / 2
-        box = (left, top, min(image.width, left + width * scale), min(image.height, top + height * scale))
-        return image.resize((width, height), Image.Resampling.LANCZOS, box=box)
+        # Cover and crop in one resampling.
+        return image.resize((width, height), Image.Resampling.LANCZOS, box=self.box(*image.size))
+
+    def box(self, width: int, height: int) -> tuple[float, float, float, float]:
+        """Left, top, right and bottom of what is kept of an image of this size.
+
+        When cropping it is the largest centred part with the aspect ratio of the result.
+        """
+        if self.fit != "crop":
+            return 0.0, 0.0, float(width), float(height)
+        rows, columns = self.size
+        scale = min(width / columns, height / rows)
+        left, top = max(0.0, width - columns * scale) / 2, max(0.0, height - rows * scale) / 2
+        return left, top, min(width, left + columns * scale), min(height, top + rows * scale)
 
 
 class ImageProcessor:

@@ -9,11 +9,11 @@ import difflib
 import io
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from qflux.config import HubSource
 from qflux.data.examples import EditExample, Listing
-from qflux.data.images import ImageFile, ImageRef, shown
+from qflux.data.images import ByteStream, ImageFile, ImageRef, shown
 from qflux.errors import DataError
 
 _BATCH = 1000
@@ -32,7 +32,7 @@ class ImageCell:
     version: tuple[Any, ...] | None = field(default=None, compare=False, repr=False)
     """What changes with the files behind the table."""
 
-    def open(self) -> BinaryIO:
+    def open(self) -> ByteStream:
         value = self.table[self.row].column(self.column)[0].as_py()
         value = value if self.item is None else value[self.item]
         data = value if isinstance(value, bytes) else (value or {}).get("bytes")

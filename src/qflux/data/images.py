@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import io
+import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,13 +26,25 @@ _ORIENTATION_TAG = 0x0112
 _SIDEWAYS = frozenset({5, 6, 7, 8})
 _DEEP = ("I;16", "I;16B", "I;16L", "I")
 _UNREADABLE = (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError)
-_BLOCK = 1 << 18
+
+
+class _Local(threading.local):
+    """A buffer per thread, kept: fresh memory for every file would cost as much as hashing it."""
+
+    def __init__(self) -> None:
+        self.block = memoryview(bytearray(1 << 20))
+
+
+_local = _Local()
+
+
+ByteStream = io.BufferedReader | io.BytesIO
 
 
 class ImageRef(Protocol):
     """Where an image is. `str` names it in messages."""
 
-    def open(self) -> BinaryIO: ...
+    def open(self) -> ByteStream: ...
 
     def stamp(self) -> list[Any] | None:
         """Its place first, then what changes whenever its bytes do; none if that can't be told without reading."""
@@ -43,7 +56,7 @@ class ImageFile:
 
     path: Path
 
-    def open(self) -> BinaryIO:
+    def open(self) -> ByteStream:
         return self.path.open("rb")
 
     def stamp(self) -> list[Any]:
@@ -77,7 +90,7 @@ class ImageFacts:
         return self.width, self.height
 
     def dump(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))
 
 
 def shown(path: Path | str) -> str:
@@ -92,14 +105,14 @@ def read_facts(image: ImageRef) -> ImageFacts:
             header = _header(file)
             file.seek(0)
             digest = hashlib.sha256()
-            while block := file.read(_BLOCK):
-                digest.update(block)
+            while length := file.readinto(_local.block):
+                digest.update(_local.block[:length])
     except _UNREADABLE as error:
         raise _unreadable(image, error) from None
     return ImageFacts(**header, hash=digest.hexdigest())
 
 
-def _header(file: BinaryIO) -> dict[str, Any]:
+def _header(file: ByteStream) -> dict[str, Any]:
     with Image.open(file) as image:
         exif = _png_exif(file) if image.format == "PNG" else image.getexif()
         orientation = exif.get(_ORIENTATION_TAG, 1)
@@ -178,7 +191,7 @@ def _over(background: str, image: Image.Image) -> Image.Image:
     return Image.alpha_composite(Image.new("RGBA", rgba.size, background), rgba)
 
 
-def _png_exif(file: BinaryIO) -> Image.Exif:
+def _png_exif(file: ByteStream) -> Image.Exif:
     """The EXIF chunk of a PNG wherever it stands; Pillow would decode the image to look behind its data."""
     exif = Image.Exif()
     file.seek(8)

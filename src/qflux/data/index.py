@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 WORKERS = min(16, 2 * (os.cpu_count() or 1))
 _CHUNK = 2000
 """Images between two writes of the index."""
+_TASK = 8
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -145,8 +146,11 @@ class FileIndex:
 
 
 def in_parallel(work: Callable[[T], R], items: Iterable[T], workers: int = WORKERS) -> Iterator[R]:
-    """The results in order; a few thousand items are under way at a time, however many there are."""
+    """The results in order. A task is a handful of items, for items may take less time than a task; a few thousand
+    items are under way at a time, however many there are."""
     remaining = iter(items)
     with ThreadPoolExecutor(workers) as pool:
         while chunk := list(islice(remaining, _CHUNK)):
-            yield from pool.map(work, chunk)
+            tasks = [chunk[start : start + _TASK] for start in range(0, len(chunk), _TASK)]
+            for results in pool.map(lambda task: [work(item) for item in task], tasks):
+                yield from results

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qflux.config import Config
 from qflux.data.store import seed_of
 from qflux.errors import DataError
 
@@ -52,6 +53,13 @@ class Batching:
     def __post_init__(self) -> None:
         if (self.batch_size is None) == (self.max_tokens is None):
             raise ValueError("a micro-batch is measured either in samples or in tokens: give one of them")
+
+    @classmethod
+    def of(cls, config: Config, world_size: int = 1) -> Batching:
+        """What a config asks for."""
+        budget = config.data.max_tokens
+        size = None if budget else config.data.batch_size or 1
+        return cls(size, budget, config.train.gradient_accumulation_steps, world_size)
 
     @property
     def slots(self) -> int:

@@ -67,7 +67,8 @@ class SizedExample:
     @property
     def crops_first_control(self) -> bool:
         """The first control has another aspect ratio than the target, and loses more than a step to the crop."""
-        return len(self.facts) > 1 and self.transforms[0].crops(*self.facts[1].size)
+        transform = self.transforms[0]
+        return len(self.facts) > 1 and transform.crops(*self.facts[1].size) and not transform.crops(*self.facts[0].size)
 
 
 @dataclass
@@ -154,7 +155,7 @@ def _sized(
             known = tuple(fact for fact in found if isinstance(fact, ImageFacts))
             sized.append((number, _size_one(example, known, mask, processor, policy)))
         except DataError as error:
-            gathered.faults.append(Fault(f"{example.name} ({example.source})", error.problem, error.remedy))
+            gathered.faults.append(Fault(example.name, error.problem, error.remedy, example.source))
     return sized
 
 

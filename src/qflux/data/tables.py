@@ -102,11 +102,7 @@ def _example(
         return None
     controls = tuple(image(numbered[number]) for number in sorted(numbered))
     mask = image(columns.mask) if columns.mask in fields else None
-    example = EditExample(name, image(columns.target), prompt, controls, mask)
-    lost = [file for file in (*example.images, mask) if isinstance(file, ImageFile) and not file.path.is_file()]
-    for file in lost:
-        listing.fault(name, f"{file} does not exist")
-    return None if lost else example
+    return EditExample(name, image(columns.target), prompt, controls, mask)
 
 
 def _plain(columns: TableColumns) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import os
 from collections import Counter
@@ -17,12 +16,11 @@ from PIL import Image
 from qflux.config import Config, load_config
 from qflux.data.geometry import Transform
 from qflux.data.images import load_rgb
-from qflux.data.store import write_bytes
 from qflux.demo.data import write_data_set
-from qflux.errors import DataError
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
-from qflux.report.pictures import GridRow, SampleTokens, batch_layout, edit_grid
+from qflux.report.inspection import sample_tokens
+from qflux.report.pictures import GridRow, batch_layout, edit_grid, write_png
 from qflux.sampling.predict import Edit
 from qflux.training.encode import PlannedSample
 from qflux.training.metrics import StepReport
@@ -103,8 +101,8 @@ def run_demo(config: Config, progress: DemoProgress) -> DemoSummary:
     result = trainer.fit(on_step)
     samples = sorted(trainer.samples().all, key=lambda sample: sample.example.name)
     pictures = config.run_dir / "samples"
-    grid = _write(pictures / "grid.png", _predictions(trainer, samples, result.adapter, progress))
-    layout = _write(pictures / "batch.png", _batch_picture(samples, trainer))
+    grid = write_png(pictures / "grid.png", _predictions(trainer, samples, result.adapter, progress))
+    layout = write_png(pictures / "batch.png", _batch_picture(samples, trainer))
     reports = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     tenth = max(1, len(reports) // 10)
     sizes = Counter("{}x{}".format(*sample.transforms[0].size[::-1]) for sample in samples)
@@ -169,20 +167,4 @@ def _predictions(trainer: Trainer, samples: list[PlannedSample], adapter: Path, 
 
 def _batch_picture(samples: list[PlannedSample], trainer: Trainer) -> Image.Image:
     shown = [samples[index] for index in SHOWN]
-    rows = []
-    for sample in shown:
-        height, width = sample.transforms[0].size
-        target, *controls = (rows * columns for _, rows, columns in sample.keys.img_shapes)
-        label = f"{width}x{height}, {len(controls)} control{'' if len(controls) == 1 else 's'}"
-        rows.append(SampleTokens(label, len(trainer.store.load(sample.keys).text.tokens), target, tuple(controls)))
-    return batch_layout(rows)
-
-
-def _write(path: Path, image: Image.Image) -> Path:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    try:
-        write_bytes(path, buffer.getvalue())
-    except OSError as error:
-        raise DataError(f"{path} can't be written: {error}", "free some space or choose another output_dir.") from None
-    return path
+    return batch_layout([sample_tokens(sample, trainer.store.text_tokens(sample.keys)) for sample in shown])

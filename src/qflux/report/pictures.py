@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
+
+from qflux.data.store import write_bytes
 
 INK, PAPER, FAINT = (34, 40, 49), (255, 255, 255), (120, 128, 138)
 TEXT, TARGET, CONTROLS = (148, 163, 184), (234, 88, 12), ((37, 99, 235), (96, 155, 250), (165, 199, 255))
@@ -23,7 +27,7 @@ class GridRow:
 
 def edit_grid(rows: Sequence[GridRow], columns: Sequence[str], scale: float = 1.0) -> Image.Image:
     """Edits one below the other, every image at the same scale, so that different sizes look different."""
-    font, small = _font(15), _font(13)
+    large, small = font(15), font(13)
     heights = [max(round(i.height * scale) for i in row.images.values()) for row in rows]
     widths = [max([90] + [round(row.images[c].width * scale) for row in rows if c in row.images]) for c in columns]
     line = 22
@@ -38,7 +42,7 @@ def edit_grid(rows: Sequence[GridRow], columns: Sequence[str], scale: float = 1.
     pen = ImageDraw.Draw(canvas)
     left = MARGIN
     for title, width in zip(columns, widths, strict=True):
-        pen.text((left, MARGIN), title, INK, font)
+        pen.text((left, MARGIN), title, INK, large)
         left += width + GAP
     top = MARGIN + line + 4
     for row, height in zip(rows, heights, strict=True):
@@ -70,7 +74,7 @@ class SampleTokens:
 
 def batch_layout(samples: Sequence[SampleTokens], width: int = 980) -> Image.Image:
     """The tokens of a batch to scale: one bar per sample padded to the longest, and below it the packed sequence."""
-    font, small = _font(15), _font(13)
+    large, small = font(15), font(13)
     bar, label = 30, 150
     longest, total = max(s.total for s in samples), sum(s.total for s in samples)
     padding = 1 - total / (longest * len(samples))
@@ -79,7 +83,7 @@ def batch_layout(samples: Sequence[SampleTokens], width: int = 980) -> Image.Ima
     canvas = Image.new("RGB", (width, height), PAPER)
     pen = ImageDraw.Draw(canvas)
 
-    pen.text((MARGIN, MARGIN), f"Padded to the longest sample: {padding:.0%} of the work is on padding", INK, font)
+    pen.text((MARGIN, MARGIN), f"Padded to the longest sample: {padding:.0%} of the work is on padding", INK, large)
     top = MARGIN + 26
     scale = (width - 2 * MARGIN - label) / longest
     for sample in samples:
@@ -88,7 +92,7 @@ def batch_layout(samples: Sequence[SampleTokens], width: int = 980) -> Image.Ima
         _hatched(pen, (end, top, MARGIN + label + longest * scale, top + bar))
         top += bar + 6
     top += 16
-    pen.text((MARGIN, top), "Packed by qflux: one sequence, every token is real", INK, font)
+    pen.text((MARGIN, top), "Packed by qflux: one sequence, every token is real", INK, large)
     top += 26
     left = float(MARGIN)
     for sample in samples:
@@ -120,15 +124,24 @@ def _hatched(pen: Any, box: tuple[float, float, float, float]) -> None:
     pen.rectangle(box, outline=(203, 210, 219))
 
 
-def _legend(pen: Any, top: int, font: Any, controls: int) -> None:
+def _legend(pen: Any, top: int, letters: Any, controls: int) -> None:
     entries = [("text", TEXT), ("target", TARGET)]
     entries += [(f"control {i + 1}", CONTROLS[min(i, len(CONTROLS) - 1)]) for i in range(controls)]
     left = MARGIN
     for name, colour in entries:
         pen.rectangle((left, top + 3, left + 12, top + 15), fill=colour)
-        pen.text((left + 18, top), name, INK, font)
-        left += 34 + round(font.getlength(name))
+        pen.text((left + 18, top), name, INK, letters)
+        left += 34 + round(letters.getlength(name))
 
 
-def _font(size: int) -> Any:
+def font(size: int) -> Any:
+    """The font of all pictures."""
     return ImageFont.load_default(size)
+
+
+def write_png(path: Path, image: Image.Image) -> Path:
+    """Write a picture whole or not at all."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    write_bytes(path, buffer.getvalue())
+    return path

@@ -48,7 +48,7 @@ class PlannedSet:
         """Leave a sample out."""
         self.training = [other for other in self.training if other is not sample]
         self.held_out = [other for other in self.held_out if other is not sample]
-        self.faults.append(Fault(f"{sample.example.name} ({sample.example.source})", reason))
+        self.faults.append(Fault(sample.example.name, reason, source=sample.example.source))
 
 
 @dataclass

@@ -81,12 +81,7 @@ def training_plan(config: Config, samples: Sequence[PlannedSample], provider: Pr
             f"{len(large)} samples are larger than data.max_tokens {budget}: {', '.join(large[:10])}",
             "raise data.max_tokens, or choose smaller areas in data.processor.",
         )
-    batching = Batching(
-        batch_size=None if budget else config.data.batch_size or 1,
-        max_tokens=budget,
-        accumulation=config.train.gradient_accumulation_steps,
-    )
-    return TrainingPlan(lengths, batching, config.seed, [sample.example.rate for sample in samples])
+    return TrainingPlan(lengths, Batching.of(config), config.seed, [sample.example.rate for sample in samples])
 
 
 class Feed:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +29,13 @@ from qflux.adapters.lora import inject, trainable
 from qflux.config import Config
 from qflux.data.batch import EditBatch
 from qflux.data.cache import EmbeddingCacheManager
-from qflux.data.samples import Progress
+from qflux.data.inspect import Inspected, inspect
+from qflux.data.samples import Progress, SizedExample
 from qflux.data.store import key_of, seed_of, write_bytes
 from qflux.errors import CheckpointError, ConfigError, DataError, Interrupted, QfluxError, collected
 from qflux.losses.objective import Objective
 from qflux.models import Family, get_family
-from qflux.models.family import Encoder, ModelInputs, TextCounter, text_limit
+from qflux.models.family import Encoder, ModelInputs, TextCount, TextCounter, text_limit
 from qflux.ragged.compilation import compile_blocks
 from qflux.ragged.layout import image_tokens, padding_ratio
 from qflux.sampling.predict import Edit, Predictor
@@ -82,6 +83,22 @@ class Trainer:
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.store = EmbeddingCacheManager(config.cache_dir)
         self.text_limit = text_limit(config, self.family)
+
+    def inspect(self, progress: Callable[[str, int, int], None] | None = None) -> Inspected:
+        """Look at the data; nothing is changed, and nothing that is wrong stops the look."""
+        try:
+            count, estimated = self.text_counter(), False
+        except CheckpointError as error:
+            logger.warning("prompt lengths are estimated: %s", error.problem)
+            count, estimated = _estimated_length, True
+
+        def length(sample: SizedExample) -> tuple[int, int]:
+            counted = count(sample.example.prompt, [view.size for view in sample.views if view])
+            return counted.used, counted.wanted
+
+        inspected = inspect(self.config, self.family, self.store.index, length, self.text_limit.tokens, progress)
+        inspected.summary.text_is_estimated = estimated
+        return inspected
 
     def cache(self, progress: Progress | None = None) -> CacheReport:
         """Encode every sample that is not in the cache yet."""
@@ -325,6 +342,12 @@ def _device(name: str) -> torch.device:
         raise ConfigError(
             f"model.device: {name!r} can't be used: {str(error).splitlines()[0]}", "try auto or cpu."
         ) from None
+
+
+def _estimated_length(prompt: str, sizes: Sequence[tuple[int, int]]) -> TextCount:
+    """About four letters a token, and one token for 28 x 28 pixels."""
+    tokens = len(prompt) // 4 + 1 + sum(height * width // 28**2 for height, width in sizes)
+    return TextCount(tokens, tokens)
 
 
 def _require_finite(loss: Tensor, grad_norm: Tensor, number: int, samples: Sequence[PlannedSample]) -> None:

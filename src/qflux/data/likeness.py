@@ -1,0 +1,132 @@
+"""How images look beside each other: copies, pairs that do not fit, edits that go the wrong way.
+
+Everything is computed from thumbnails. What it finds is a suspicion, and is worded like one.
+
+Shapes: n samples, S = 16 the side of a kept thumbnail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+Floats = NDArray[np.float32]
+
+SIDE = 64
+"""Side of the thumbnails that pairs are aligned on."""
+KEPT = 16
+"""Side of the thumbnails that are compared with each other."""
+
+_COPY = 3.0
+"""Mean difference, of 255, up to which two images count as copies."""
+_MOST_PAIRS = 20_000
+"""Pairs compared with each other; beyond that a comparison of all with all takes minutes."""
+
+
+@dataclass(frozen=True)
+class Shift:
+    """How far a target has moved against its control, in parts of its sides, and how like they are before and after."""
+
+    down: float
+    right: float
+    likeness: float
+    likeness_shifted: float
+
+    @property
+    def is_suspect(self) -> bool:
+        """They fit clearly better when one of them is moved."""
+        moved = max(abs(self.down), abs(self.right)) >= 2 / SIDE
+        return moved and self.likeness_shifted > 0.6 and self.likeness_shifted - self.likeness > 0.25
+
+
+def thumbnail(image: Image.Image) -> NDArray[np.uint8]:
+    """`(S, S, 3)`"""
+    return np.asarray(image.resize((KEPT, KEPT), Image.Resampling.BOX), dtype=np.uint8)
+
+
+def features(image: Image.Image) -> Floats:
+    """`(6,)` in [0, 1]: mean red, green, blue, saturation, contrast, edges."""
+    pixels = np.asarray(image, dtype=np.float32) / 255
+    grey = pixels.mean(-1)
+    edges = np.abs(np.diff(grey, axis=0)).mean() + np.abs(np.diff(grey, axis=1)).mean()
+    saturation = (pixels.max(-1) - pixels.min(-1)).mean()
+    return np.array([*pixels.mean((0, 1)), saturation, grey.std(), edges], dtype=np.float32)
+
+
+def shift_between(control: Image.Image, target: Image.Image) -> Shift:
+    """The displacement at which two images of the same size look most alike, by correlation of their edges."""
+    first, second = _edges(control), _edges(target)
+    correlation = np.fft.irfft2(np.conj(np.fft.rfft2(first)) * np.fft.rfft2(second), s=first.shape)
+    down, right = np.unravel_index(int(correlation.argmax()), correlation.shape)
+    rows, columns = correlation.shape
+    wrapped = (int(down) + rows // 2) % rows - rows // 2, (int(right) + columns // 2) % columns - columns // 2
+    return Shift(
+        wrapped[0] / rows, wrapped[1] / columns, float(correlation[0, 0]), float(correlation[int(down), int(right)])
+    )
+
+
+def _edges(image: Image.Image) -> Floats:
+    """Edge strength, with mean 0 and length 1; flat images have none."""
+    grey = np.asarray(image.convert("L"), dtype=np.float32)
+    down, right = np.gradient(grey)
+    strength = np.hypot(down, right)
+    strength -= strength.mean()
+    return (strength / max(float(np.linalg.norm(strength)), 1e-6)).astype(np.float32)
+
+
+def copies(thumbnails: Sequence[NDArray[np.uint8]]) -> Iterator[tuple[int, int]]:
+    """Pairs of images that look the same. Flat images look like each other without being copies, and are left out."""
+    vectors = np.stack(thumbnails).reshape(len(thumbnails), -1).astype(np.float32)
+    textured = np.flatnonzero(vectors.std(1) > 4)
+    order = textured[np.argsort(vectors[textured].mean(1), kind="stable")]
+    means = vectors[order].mean(1)
+    for position, index in enumerate(order):
+        # Copies have almost the same mean, so only a few neighbours need a look.
+        end = int(np.searchsorted(means, means[position] + _COPY, side="right"))
+        others = order[position + 1 : end]
+        differences = np.abs(vectors[others] - vectors[index]).mean(1)
+        for other in others[differences <= _COPY]:
+            yield min(int(index), int(other)), max(int(index), int(other))
+
+
+def crossed(controls: Sequence[NDArray[np.uint8]], targets: Sequence[NDArray[np.uint8]]) -> Iterator[tuple[int, int]]:
+    """(i, j): the control of i is far more like the target of j than like its own."""
+    count = min(len(controls), _MOST_PAIRS)
+    first, second = _normalised(controls[:count]), _normalised(targets[:count])
+    own = (first * second).sum(1)
+    for start in range(0, count, 1024):
+        alike = first[start : start + 1024] @ second.T
+        best = alike.argmax(1)
+        for offset, other in enumerate(best):
+            index = start + offset
+            score = float(alike[offset, other])
+            if other != index and score > 0.8 and score - own[index] > 0.3 and second[other] @ second[index] < 0.9:
+                yield index, int(other)
+
+
+def _normalised(thumbnails: Sequence[NDArray[np.uint8]]) -> Floats:
+    """`(n, S * S)` grey, mean 0, length 1."""
+    grey = np.stack(thumbnails).astype(np.float32).mean(-1).reshape(len(thumbnails), -1)
+    grey -= grey.mean(1, keepdims=True)
+    return (grey / np.maximum(np.linalg.norm(grey, axis=1, keepdims=True), 1e-6)).astype(np.float32)
+
+
+def reversed_edits(controls: Sequence[Floats], targets: Sequence[Floats]) -> list[int]:
+    """Samples whose edit goes against the direction that nearly all others share: control and target may be swapped.
+
+    If the edits of a data set have no common direction, nothing can be said, and nothing is.
+    """
+    if len(controls) < 8:
+        return []
+    change = np.stack(targets) - np.stack(controls)
+    middle = np.median(change, axis=0)
+    agreement = (np.sign(change) == np.sign(middle)).mean(0)
+    common = (np.abs(middle) > 0.02) & (agreement >= 0.75)
+    if not common.any():
+        return []
+    relative = (change[:, common] / middle[common]).clip(-2, 2).mean(1)
+    return [int(index) for index in np.flatnonzero(relative < -0.5)]

@@ -1,0 +1,69 @@
+"""However samples reach the loop, the loop sees the same batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qflux.config import load_config
+from qflux.models import get_family
+from qflux.models.loading import save_checkpoint
+from qflux.training.feed import Feed, training_plan
+from qflux.training.trainer import Trainer
+
+
+def batches(settings) -> list:
+    trainer = Trainer(settings)
+    samples, provider = trainer.samples().training, trainer._provider()
+    plan = training_plan(settings, samples, provider)
+    feed = Feed(settings, samples, provider, trainer.family.image_channels, trainer.device, trainer.dtype)
+    return list(feed(batch for _, step in plan.steps(0, 4) for batch in step.ranks[0]))
+
+
+def assert_equal(first: list, second: list) -> None:
+    assert len(first) == len(second) > 0
+    for a, b in zip(first, second, strict=True):
+        assert (a.ids, a.img_shapes) == (b.ids, b.img_shapes)
+        for name in ("targets", "controls", "noise", "sigma", "mask", "weight"):
+            assert torch.equal(getattr(a, name), getattr(b, name)), name
+        for text, other in zip(a.text, b.text, strict=True):
+            assert torch.equal(text.tokens, other.tokens)
+            assert text.pooled is None or torch.equal(text.pooled, other.pooled)
+
+
+@pytest.mark.parametrize("batching", ["data.batch_size=3", "data.max_tokens=900"])
+def test_batches_are_the_same_whatever_the_number_of_workers(config, batching):
+    overrides = ["data.batch_size=null", batching]
+    alone = batches(config(*overrides, "data.num_workers=0"))
+    for workers in (1, 5):
+        assert_equal(alone, batches(config(*overrides, f"data.num_workers={workers}")))
+
+
+@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit", "qwen-image-edit-plus"])
+@pytest.mark.parametrize("batching", [{"batch_size": 3}, {"max_tokens": 1500}])
+def test_batches_are_the_same_with_and_without_the_cache(name, batching, data_set, tmp_path):
+    family = get_family(name)
+    save_checkpoint(family.tiny(0), tmp_path / "model", family.pipeline)
+    settings = {
+        "family": name,
+        "output_dir": str(tmp_path / "runs"),
+        "model": {"pretrained": str(tmp_path / "model"), "dtype": "float32", "device": "cpu"},
+        "data": {"path": str(data_set), "processor": {"multi_resolutions": ["96*96", "128*128"]}, **batching},
+        "train": {"max_train_steps": 2, "gradient_checkpointing": False},
+    }
+    cached, live = load_config(settings), load_config(settings, ["cache.use_cache=false", "run_name=live"])
+    Trainer(cached).cache()
+    assert_equal(batches(cached), batches(live))
+    first, second = Trainer(cached).fit(), Trainer(live).fit()
+    assert (first.first_loss, first.last_loss) == (second.first_loss, second.last_loss)
+
+
+def test_every_sample_of_a_token_budget_trains(config):
+    settings = config("data.batch_size=null", "data.max_tokens=900", "train.max_train_steps=null", "train.num_epochs=1")
+    result = Trainer(settings).fit()
+    assert (result.coverage.trained, result.coverage.visits) == (12, 12)
+
+
+def test_a_sample_beyond_the_token_budget_is_named(config):
+    with pytest.raises(Exception, match=r"samples are larger than data.max_tokens 150: .*\(\d+ tokens\)"):
+        Trainer(config("data.batch_size=null", "data.max_tokens=150")).fit()

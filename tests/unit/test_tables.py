@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from PIL import Image
+
+from qflux.config import CsvSource, JsonlSource, TableColumns
+from qflux.data.sources import read_source
+from qflux.errors import DataError
+
+HEADER = "path_target,path_control,path_control_1,prompt,path_mask\n"
+
+
+def csv_source(folder, text: str, **options) -> CsvSource:
+    (folder / "table.csv").write_text(text, encoding="utf-8")
+    return CsvSource(type="csv", path=folder / "table.csv", **options)
+
+
+def jsonl_source(folder, *rows, **options) -> JsonlSource:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (folder / "table.jsonl").write_text("\n".join(lines))
+    return JsonlSource(type="jsonl", path=folder / "table.jsonl", **options)
+
+
+def test_a_csv_row_is_a_sample_with_paths_relative_to_the_file(tmp_path):
+    listing = read_source(csv_source(tmp_path, HEADER + 't.png,c.png,d.png,"red, please",m.png\n/abs/t.png,,,plain,\n'))
+    first, second = listing.examples
+    assert (first.name, first.prompt) == ("table.csv:2", "red, please")
+    assert [image.path for image in first.images] == [tmp_path / name for name in ("t.png", "c.png", "d.png")]
+    assert first.mask.path == tmp_path / "m.png"
+    assert (str(second.target.path), second.controls, second.mask) == ("/abs/t.png", (), None)
+    assert not listing.faults
+
+
+def test_jsonl_has_the_same_fields(tmp_path):
+    row = {"path_target": "t.png", "path_control": "c.png", "path_control_1": "d.png", "prompt": "x", "path_mask": None}
+    (example,) = read_source(jsonl_source(tmp_path, row, "")).examples
+    assert [image.path.name for image in example.images] == ["t.png", "c.png", "d.png"]
+    assert (example.name, example.mask) == ("table.jsonl:1", None)
+
+
+def test_columns_and_root_can_be_mapped(tmp_path):
+    columns = TableColumns(target="after", control="before", prompt="caption", mask="where")
+    text = "after,before,before_1,before_2,caption,where,extra\nt,b,b1,b2,hello,w,9\n"
+    (example,) = read_source(csv_source(tmp_path, text, columns=columns, root=tmp_path / "images")).examples
+    assert [image.path.name for image in example.controls] == ["b", "b1", "b2"]
+    assert example.mask.path == tmp_path / "images/w"
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (",c,,p,", "path_target is empty"),
+        ("t,c,, ,", "prompt is empty"),
+        ("t,,d,p,", "path_control is empty, but path_control_1 is not"),
+    ],
+)
+def test_a_bad_row_is_named_and_the_others_stay(tmp_path, row, problem):
+    listing = read_source(csv_source(tmp_path, f"{HEADER}{row}\ngood,,,prompt,\n"))
+    assert [str(fault) for fault in listing.faults] == [f"table.csv:2: {problem}"]
+    assert len(listing.examples) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "a list, not an object"),
+        ('{"path_target": 3, "prompt": "x"}', "path_target is 3, not text"),
+    ],
+)
+def test_a_bad_json_line_is_named_and_the_others_stay(tmp_path, line, problem):
+    listing = read_source(jsonl_source(tmp_path, {"path_target": "t", "prompt": "p"}, line))
+    assert str(listing.faults[0]).startswith(f"table.jsonl:2: {problem}")
+    assert len(listing.examples) == 1
+
+
+def test_missing_columns_files_and_odd_encodings_are_errors_with_a_hint(tmp_path):
+    with pytest.raises(DataError, match=r"no column 'path_target'\n.*did you mean 'path_targets'"):
+        read_source(csv_source(tmp_path, "path_targets,prompt\na,b\n"))
+    with pytest.raises(DataError, match="no column 'prompt'"):
+        read_source(jsonl_source(tmp_path, {"path_target": "t"}))
+    with pytest.raises(DataError, match="no file"):
+        read_source(CsvSource(type="csv", path=tmp_path / "absent.csv"))
+    (tmp_path / "latin.csv").write_bytes(HEADER.encode() + b"t,,,caf\xe9,\n")
+    with pytest.raises(DataError, match="save it as UTF-8"):
+        read_source(CsvSource(type="csv", path=tmp_path / "latin.csv"))
+
+
+def test_a_table_from_a_spreadsheet_is_read(tmp_path):
+    (tmp_path / "table.csv").write_bytes(
+        b"\xef\xbb\xbf" + (HEADER + 't,c,,"two\nlines",\n').replace("\n", "\r\n").encode()
+    )
+    (example,) = read_source(CsvSource(type="csv", path=tmp_path / "table.csv")).examples
+    assert example.prompt.split() == ["two", "lines"]
+
+
+def test_samples_know_their_source_and_rate(tmp_path):
+    source = csv_source(tmp_path, HEADER + "t,,,p,\n", repeats=3, weight=0.5)
+    (example,) = read_source(source, is_prior=True).examples
+    assert (example.rate, example.is_prior, example.source) == (1.5, True, str(tmp_path / "table.csv"))
+
+
+def test_a_row_whose_file_is_missing_is_a_fault_of_that_row(tmp_path, config):
+    from qflux.data.index import FileIndex
+    from qflux.data.samples import gather
+    from qflux.models import get_family
+
+    Image.new("RGB", (64, 64)).save(tmp_path / "t.png")
+    csv_source(tmp_path, HEADER + "t.png,,,p,\ngone.png,,,p,\n")
+    data = config("data.path=null", f"data.sources=[{{type: csv, path: {tmp_path / 'table.csv'}}}]").data
+    gathered = gather(data, get_family("flux-kontext"), FileIndex(tmp_path / "index"))
+    assert len(gathered.training) == 1
+    assert [str(fault) for fault in gathered.faults] == [
+        f"table.csv:3: {tmp_path / 'gone.png'} can't be read as an image: No such file or directory"
+    ]
