@@ -170,7 +170,16 @@ class HubSource(Source):
     columns: HubColumns = HubColumns()
 
 
-AnySource = Annotated[FolderSource | CsvSource | JsonlSource | HubSource, Field(discriminator="type")]
+class CacheSource(Source):
+    """Embeddings without images: another cache folder, or torch files of format 1.0 or 2.0, one sample each."""
+
+    type: Literal["cache"]
+    default_size: Size | None = Field(
+        default=None, description="[height, width] in pixels, for 1.0 files that do not say theirs"
+    )
+
+
+AnySource = Annotated[FolderSource | CsvSource | JsonlSource | HubSource | CacheSource, Field(discriminator="type")]
 SourceList = list[
     Annotated[AnySource, BeforeValidator(lambda v: {"type": "folder", **v} if isinstance(v, dict) else v)]
 ]
@@ -238,6 +247,9 @@ class CacheSettings(Section):
     """Where embeddings are kept."""
 
     use_cache: bool = Field(default=True, description="false: encode every sample again whenever it trains")
+    batch_size: int = Field(
+        default=1, ge=1, description="images or prompts encoded at once; above 1 results differ by rounding"
+    )
     path: Folder | None = Field(default=None, description="default: <output_dir>/cache")
 
 
@@ -268,6 +280,8 @@ class TrainSettings(Section):
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant"
     lr_warmup_steps: int = Field(default=0, ge=0)
     guidance: float = Field(default=3.5, description="guidance value given to a guidance-distilled model")
+    caption_dropout: float = Field(default=0.0, ge=0, lt=1, description="share of visits with an empty prompt")
+    control_dropout: float = Field(default=0.0, ge=0, lt=1, description="share of visits without control images")
     gradient_checkpointing: bool = True
     compile: bool = Field(default=False, description="torch.compile of each block; sizes may vary freely")
     execution: Literal["packed", "padded"] = Field(default="packed", description="padded is the slow reference")
@@ -491,6 +505,7 @@ _SOURCES: dict[str, type[BaseModel]] = {
     "csv": CsvSource,
     "jsonl": JsonlSource,
     "huggingface": HubSource,
+    "cache": CacheSource,
 }
 
 

@@ -14,7 +14,8 @@ from qflux.training.trainer import Trainer
 
 def batches(settings) -> list:
     trainer = Trainer(settings)
-    samples, provider = trainer.samples().training, trainer._provider()
+    planned = trainer.samples()
+    samples, provider = planned.training, trainer._provider(planned)
     plan = training_plan(settings, samples, provider)
     feed = Feed(settings, samples, provider, trainer.family.image_channels, trainer.device, trainer.dtype)
     return list(feed(batch for _, step in plan.steps(0, 4) for batch in step.ranks[0]))

@@ -46,7 +46,7 @@ def test_a_prompt_beyond_the_limit_is_an_error_or_cut_and_counted(components, en
 @pytest.mark.parametrize("size", [(64, 64), (48, 96), (112, 32)])
 def test_images_equal_the_pipelines_and_come_back_in_shape(pipe, encoder, size):
     pixels = torch.rand(3, *size) * 2 - 1
-    tokens = encoder.encode_image(pixels)
+    tokens = encoder.encode_images([pixels])[0]
     with torch.no_grad():
         expected = pack(pipe._encode_vae_image(pixels[None], None)[0])
     assert (tokens - expected).abs().max() <= 1e-5

@@ -105,7 +105,7 @@ def test_images_equal_the_pipelines_and_come_back_in_shape(parts, size):
     encode = encoder("qwen-image-edit", parts)
     with torch.no_grad():
         expected = pipeline("QwenImageEditPipeline", parts)._encode_vae_image(pixels[None, :, None], None)
-    tokens = encode.encode_image(pixels)
+    tokens = encode.encode_images([pixels])[0]
     assert (tokens - pack(expected[0, :, 0])).abs().max() <= 1e-5
     assert encode.decode_image(tokens, token_shape(*size)).shape == (3, *size)
 
@@ -113,7 +113,7 @@ def test_images_equal_the_pipelines_and_come_back_in_shape(parts, size):
 def test_slicing_and_tiling_work_on_large_images(parts):
     parts.vae.enable_tiling()
     try:
-        tokens = encoder("qwen-image-edit", parts).encode_image(torch.rand(3, 320, 272) * 2 - 1)
+        tokens = encoder("qwen-image-edit", parts).encode_images([torch.rand(3, 320, 272) * 2 - 1])[0]
     finally:
         parts.vae.disable_tiling()
     assert tokens.shape == (20 * 17, 64)

@@ -3,7 +3,9 @@
     entries/<kind>/<key>.safetensors   one prompt, one image, or one mask; shared by all samples that use it
     samples/<key>.json                 which entries make a sample, and its shapes: written last, so it means complete
     failed/<key>.json                  why a sample could not be encoded
+    encoders.json                      what the encoders of a checkpoint are known by, once they have been seen
     index.jsonl                        what is known of source files (see `index`)
+    locks, tmp/                        processes at work (see `claims`)
 
 An entry's key is a hash of the source's bytes, the transform, the encoder and the dtype. Changing one of them is a
 miss; there is no such thing as a stale entry.
@@ -12,21 +14,23 @@ miss; there is no such thing as a stale entry.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
-from qflux.data.encoded import EncodedExample, TextEmbedding
+from qflux.data import entries
+from qflux.data.encoded import WHOLE, EncodedExample, TextEmbedding, Variant
+from qflux.data.entries import VERSION, BrokenEntry
 from qflux.data.index import FileIndex
-from qflux.data.store import key_of, write_json, write_tensors
+from qflux.data.store import key_of, write_bytes, write_json
 from qflux.errors import CacheError
 from qflux.ragged.layout import ImageShape
 
-VERSION = "2.0"
+KINDS = {"text": "tokens", "image": "latents", "mask": "mask"}
+"""The kinds of entries, and the tensor that each must hold."""
 
 
 @dataclass(frozen=True)
@@ -35,19 +39,81 @@ class SampleKeys:
 
     id: str
     """Of the sample itself, from its content: independent of paths, transforms and encoders."""
-    text: str
+    texts: tuple[tuple[Variant, str], ...]
+    """The prompt as it is, first, and as dropout leaves it."""
     images: tuple[str, ...]
     img_shapes: tuple[ImageShape, ...]
     mask: str | None
 
     @property
     def key(self) -> str:
-        return key_of("sample", VERSION, self.text, self.images, self.mask)
+        return key_of("sample", VERSION, [key for _, key in self.texts], self.images, self.mask)
 
     @property
     def entries(self) -> list[tuple[str, str]]:
+        """Kind and key of every entry, each once."""
         mask = [("mask", self.mask)] if self.mask else []
-        return [("text", self.text), *(("image", key) for key in self.images), *mask]
+        listed = [*(("text", key) for _, key in self.texts), *(("image", key) for key in self.images), *mask]
+        return list(dict.fromkeys(listed))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A sample as the cache describes it."""
+
+    key: str
+    id: str
+    texts: tuple[tuple[Variant, str, int], ...]
+    """Variant, key and length of each prompt."""
+    images: tuple[str, ...]
+    img_shapes: tuple[ImageShape, ...]
+    mask: str | None
+    sizes: dict[str, int]
+    """Bytes of each entry, by key."""
+
+    @property
+    def keys(self) -> SampleKeys:
+        texts = tuple((variant, key) for variant, key, _ in self.texts)
+        return SampleKeys(self.id, texts, self.images, self.img_shapes, self.mask)
+
+    @property
+    def text_tokens(self) -> int:
+        """Of the whole prompt."""
+        return self.texts[0][2]
+
+    def dump(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "id": self.id,
+            "texts": [[list(variant), key, tokens] for variant, key, tokens in self.texts],
+            "images": list(self.images),
+            "img_shapes": [list(shape) for shape in self.img_shapes],
+            "n_controls": len(self.images) - 1,
+            "mask": self.mask,
+            "sizes": self.sizes,
+        }
+
+    @classmethod
+    def parse(cls, key: str, text: str) -> Manifest:
+        """A `ValueError` if this is no manifest of a sample with this key."""
+        try:
+            values = json.loads(text)
+            if values["version"] != VERSION:
+                raise ValueError(f"its version is {values['version']!r}, not {VERSION!r}")
+            manifest = cls(
+                key=key,
+                id=values["id"],
+                texts=tuple((Variant(*variant), text_key, int(n)) for variant, text_key, n in values["texts"]),
+                images=tuple(values["images"]),
+                img_shapes=tuple((int(f), int(h), int(w)) for f, h, w in values["img_shapes"]),
+                mask=values["mask"],
+                sizes={name: int(size) for name, size in values["sizes"].items()},
+            )
+            if manifest.keys.key != key or {k for _, k in manifest.keys.entries} != manifest.sizes.keys():
+                raise ValueError("it describes another sample")
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"it is no manifest: {error!r}") from None
+        return manifest
 
 
 class EmbeddingCacheManager:
@@ -61,63 +127,90 @@ class EmbeddingCacheManager:
         return self.root / "entries" / kind / key[:2] / f"{key}.safetensors"
 
     def has(self, kind: str, key: str) -> bool:
-        """The entry exists, and its header fits its length: a truncated file counts as missing."""
+        """The entry is there. Only whole files ever get a name, so this needs no look inside."""
+        return self.entry_path(kind, key).is_file()
+
+    def write(self, kind: str, key: str, tensors: Mapping[str, Tensor], staging: Path | None = None) -> int:
+        """Write an entry; its size in bytes."""
+        data = entries.dump(tensors)
+        write_bytes(self.entry_path(kind, key), data, staging)
+        return len(data)
+
+    def read(self, kind: str, key: str) -> dict[str, Tensor]:
+        """An entry; a `CacheError` that names it if it is missing or not what was written."""
+        path = self.entry_path(kind, key)
         try:
-            with safe_open(self.entry_path(kind, key), framework="pt"):
-                return True
-        except (OSError, SafetensorError):
-            return False
+            tensors = entries.read(path)
+            if KINDS[kind] not in tensors:
+                raise BrokenEntry(f"it has no tensor {KINDS[kind]}")
+            return tensors
+        except FileNotFoundError:
+            raise CacheError(f"{path} is missing", RECACHE) from None
+        except (BrokenEntry, OSError) as error:
+            raise CacheError(f"{path} is damaged: {error}", REPAIR) from None
 
-    def ensure(self, kind: str, key: str, make: Callable[[], Mapping[str, Tensor]]) -> bool:
-        """Write the entry unless it exists; true if it had to be made."""
-        if self.has(kind, key):
-            return False
-        write_tensors(self.entry_path(kind, key), make(), {"version": VERSION})
-        return True
-
-    def complete(self, keys: SampleKeys) -> None:
+    def complete(self, keys: SampleKeys, staging: Path | None = None) -> None:
         """Record that all entries of a sample are there."""
-        manifest = {
-            "version": VERSION,
-            "id": keys.id,
-            "entries": keys.entries,
-            "img_shapes": keys.img_shapes,
-            "n_controls": len(keys.images) - 1,
-        }
-        write_json(self._manifest(keys), manifest)
+        lengths = {key: len(self.read("text", key)["tokens"]) for _, key in keys.texts}
+        manifest = Manifest(
+            key=keys.key,
+            id=keys.id,
+            texts=tuple((variant, key, lengths[key]) for variant, key in keys.texts),
+            images=keys.images,
+            img_shapes=keys.img_shapes,
+            mask=keys.mask,
+            sizes={key: self.entry_path(kind, key).stat().st_size for kind, key in keys.entries},
+        )
+        write_json(self.manifest_path(keys.key), manifest.dump(), staging)
         self._failure(keys).unlink(missing_ok=True)
 
-    def is_complete(self, keys: SampleKeys) -> bool:
-        return self._manifest(keys).is_file() and all(self.has(kind, key) for kind, key in keys.entries)
+    def manifest(self, keys: SampleKeys) -> Manifest | None:
+        """The manifest of a sample whose entries are all there, at their right sizes."""
+        try:
+            manifest = Manifest.parse(keys.key, self.manifest_path(keys.key).read_text())
+            sizes = {key: self.entry_path(kind, key).stat().st_size for kind, key in keys.entries}
+        except (OSError, ValueError):
+            return None
+        return manifest if manifest.sizes == sizes else None
 
-    def load(self, keys: SampleKeys) -> EncodedExample:
+    def missing_entries(self, keys: SampleKeys, discard: bool = False) -> list[tuple[str, str]]:
+        """Entries that are not there, or not of the size that the manifest says; `discard` removes the latter."""
+        try:
+            sizes = Manifest.parse(keys.key, self.manifest_path(keys.key).read_text()).sizes
+        except (OSError, ValueError):
+            sizes = {}
+        missing = []
+        for kind, key in keys.entries:
+            size = self._size(kind, key)
+            if size is None or size != sizes.get(key, size):
+                missing.append((kind, key))
+                if discard:
+                    self.entry_path(kind, key).unlink(missing_ok=True)
+        return missing
+
+    def load(self, keys: SampleKeys, variant: Variant = WHOLE) -> EncodedExample:
         """One sample; an entry that is missing, damaged or of the wrong shape is an error that names it."""
-        text = self._read("text", keys.text)
-        latents = tuple(self._read("image", key)["latents"] for key in keys.images)
-        for key, tokens, (_, rows, columns) in zip(keys.images, latents, keys.img_shapes, strict=True):
+        text = self.read("text", dict(keys.texts)[variant])
+        shown = len(keys.images) if variant.controls else 1
+        latents = tuple(self.read("image", key)["latents"] for key in keys.images[:shown])
+        for key, tokens, (_, rows, columns) in zip(keys.images, latents, keys.img_shapes, strict=False):
             if len(tokens) != rows * columns:
-                raise CacheError(
-                    f"{self.entry_path('image', key)} has {len(tokens)} tokens, not {rows}x{columns}", _RECACHE
-                )
-        mask = self._read("mask", keys.mask)["mask"] if keys.mask else None
+                path = self.entry_path("image", key)
+                raise CacheError(f"{path} has {len(tokens)} tokens, not {rows}x{columns}", REPAIR)
+        mask = self.read("mask", keys.mask)["mask"] if keys.mask else None
         if mask is not None and len(mask) != len(latents[0]):
-            raise CacheError(f"{self.entry_path('mask', str(keys.mask))} has {len(mask)} values", _RECACHE)
+            raise CacheError(f"{self.entry_path('mask', str(keys.mask))} has {len(mask)} values", REPAIR)
         return EncodedExample(
             id=keys.id,
             text=TextEmbedding(text["tokens"], text.get("pooled")),
             latents=latents,
-            img_shapes=keys.img_shapes,
+            img_shapes=keys.img_shapes[:shown],
             mask=mask,
         )
 
-    def text_tokens(self, keys: SampleKeys) -> int:
-        """The length of a sample's prompt, from the header of its entry."""
-        with safe_open(self.entry_path("text", keys.text), framework="pt") as file:
-            return int(file.get_slice("tokens").get_shape()[0])
-
-    def fail(self, keys: SampleKeys, reason: str) -> None:
+    def fail(self, keys: SampleKeys, reason: str, staging: Path | None = None) -> None:
         """Record that a sample can't be encoded."""
-        write_json(self._failure(keys), {"reason": reason})
+        write_json(self._failure(keys), {"reason": reason}, staging)
 
     def failure(self, keys: SampleKeys) -> str | None:
         """Why a sample could not be encoded, if that was tried."""
@@ -126,24 +219,44 @@ class EmbeddingCacheManager:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
+    def remember_encoders(self, checkpoint: str, identities: Sequence[str]) -> None:
+        """Note what the encoders of a checkpoint are known by."""
+        known = self._encoders()
+        if known.get(checkpoint) != list(identities):
+            write_json(self.root / "encoders.json", known | {checkpoint: list(identities)})
+
+    def encoders(self, checkpoint: str) -> list[str] | None:
+        """What the encoders of a checkpoint were known by when they were last seen."""
+        return self._encoders().get(checkpoint)
+
+    def manifest_path(self, key: str) -> Path:
+        return self.root / "samples" / key[:2] / f"{key}.json"
+
+    def manifests(self) -> Iterator[Path]:
+        """The manifest of every sample in the cache, wanted or not."""
+        yield from sorted((self.root / "samples").glob("*/*.json"))
+
+    def entry_files(self) -> Iterator[tuple[str, Path]]:
+        """Kind and file of every entry in the cache, wanted or not."""
+        for kind in KINDS:
+            yield from ((kind, path) for path in sorted((self.root / "entries" / kind).glob("*/*.safetensors")))
+
+    def _size(self, kind: str, key: str) -> int | None:
+        try:
+            return self.entry_path(kind, key).stat().st_size
+        except OSError:
+            return None
+
     def _failure(self, keys: SampleKeys) -> Path:
         return self.root / "failed" / f"{keys.key}.json"
 
-    def _manifest(self, keys: SampleKeys) -> Path:
-        return self.root / "samples" / keys.key[:2] / f"{keys.key}.json"
-
-    def _read(self, kind: str, key: str) -> dict[str, Tensor]:
-        path = self.entry_path(kind, key)
-        needed = {"text": "tokens", "image": "latents", "mask": "mask"}[kind]
+    def _encoders(self) -> dict[str, list[str]]:
         try:
-            tensors = load_file(path)
-            if needed not in tensors:
-                raise OSError(f"it has no tensor {needed}")
-            return tensors
-        except FileNotFoundError:
-            raise CacheError(f"{path} is missing", _RECACHE) from None
-        except (SafetensorError, OSError) as error:
-            raise CacheError(f"{path} is damaged: {error}", f"delete it, then {_RECACHE}") from None
+            known = json.loads((self.root / "encoders.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return known if isinstance(known, dict) else {}
 
 
-_RECACHE = "run `qflux cache` with the same config."
+RECACHE = "run `qflux cache` with the same config."
+REPAIR = "run `qflux cache verify --repair`, then `qflux cache`, with the same config."

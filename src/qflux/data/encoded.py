@@ -6,6 +6,7 @@ Shapes: l text tokens, n tokens of one image, C channels of a token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from PIL import Image
 from torch import Tensor
@@ -53,6 +54,25 @@ class TextEmbedding:
 
     tokens: Tensor
     pooled: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As an entry of the cache holds them."""
+        return {"tokens": self.tokens} | ({} if self.pooled is None else {"pooled": self.pooled})
+
+
+class Variant(NamedTuple):
+    """What a visit shows of a sample: dropout takes the caption or the controls away."""
+
+    caption: bool = True
+    controls: bool = True
+
+    @property
+    def name(self) -> str:
+        dropped = [part for part, kept in zip(self._fields, self, strict=True) if not kept]
+        return f"without {' and '.join(dropped)}" if dropped else "whole"
+
+
+WHOLE = Variant()
 
 
 @dataclass(frozen=True)

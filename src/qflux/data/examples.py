@@ -50,6 +50,8 @@ class Listing:
     source: str
     examples: list[EditExample] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    is_stored: bool = False
+    """Its samples exist only as embeddings."""
     notes: list[str] = field(default_factory=list)
     """What a user may want to know, though nothing is wrong."""
 

@@ -70,6 +70,13 @@ class FileIndex:
         self._remember(stamp, digest)
         return digest
 
+    def tidy(self) -> None:
+        """Write the index anew, one line per image in the order of their places."""
+        self.save()
+        self._known = None
+        if self._load():
+            self._compact()
+
     def save(self) -> None:
         """Append what is new."""
         with self._lock:
@@ -138,7 +145,7 @@ class FileIndex:
 
     def _compact(self) -> None:
         known = self._known or {}
-        lines = [json.dumps([[place, *signs], value]) for place, (signs, value) in known.items()]
+        lines = [json.dumps([[place, *signs], value]) for place, (signs, value) in sorted(known.items())]
         try:
             write_bytes(self.path, ("\n".join(lines) + "\n").encode())
         except OSError as error:

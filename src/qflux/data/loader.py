@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 def read_ahead(
     work: Callable[[T], R], items: Iterable[T], workers: int, describe: Callable[[T], str] = str
-) -> Iterator[R]:
+) -> Generator[R, None, None]:
     """`work` of every item, in order, done by `workers` threads up to twice as many items ahead; 0 works in place.
 
     An exception of `work` is raised when its item is due, and ends the rest. `describe` names an item in messages.

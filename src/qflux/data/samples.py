@@ -1,6 +1,6 @@
 """From listed samples to usable ones: facts of every image, transforms, ids; what trains and what is held out.
 
-1. `read_sources`   every source is listed
+1. `_listed`        every source is listed
 2. `FileIndex`      headers and hashes of all images, in parallel, each file once in its life
 3. `_sized`         every image of a sample gets its transform, from sizes alone
 4. `_merged`        samples with equal content become one that trains as often as all of them
@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from qflux.config import DataSettings
+from qflux.config import CacheSource, DataSettings, Source
 from qflux.data.examples import EditExample, Fault, Listing
 from qflux.data.geometry import ImageProcessor, Transform
 from qflux.data.images import ImageFacts, ImageRef
 from qflux.data.index import FileIndex
-from qflux.data.sources import read_sources
+from qflux.data.sources import read_source
 from qflux.data.store import key_of
+from qflux.data.stored import StoredSample, read_stored
 from qflux.errors import DataError, collected
 from qflux.ragged.layout import ImageShape, image_tokens
 from qflux.ragged.patches import token_shape
@@ -78,6 +79,9 @@ class SampleSet:
     training: list[SizedExample] = field(default_factory=list)
     """In the order of their ids."""
     held_out: list[SizedExample] = field(default_factory=list)
+    stored: list[StoredSample] = field(default_factory=list)
+    """Samples that exist only as embeddings."""
+    stored_held_out: list[StoredSample] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     listings: list[Listing] = field(default_factory=list)
@@ -91,15 +95,20 @@ def gather(
     settings: DataSettings, policy: ImagePolicy, index: FileIndex, progress: Progress | None = None
 ) -> SampleSet:
     """The samples of a config, and everything that is wrong with the rest."""
-    listings = [*read_sources(settings.training_sources), *read_sources(settings.class_sources, is_prior=True)]
-    apart = read_sources(settings.held_out.sources if settings.held_out and settings.held_out.sources else [])
-    gathered = SampleSet(listings=[*listings, *apart])
+    gathered = SampleSet()
+    listings = _listed(settings.training_sources, gathered.stored)
+    listings += _listed(settings.class_sources, gathered.stored, is_prior=True)
+    apart_sources = settings.held_out.sources if settings.held_out and settings.held_out.sources else []
+    apart = _listed(apart_sources, gathered.stored_held_out)
+    gathered.listings = [*listings, *apart]
     for listing in gathered.listings:
         gathered.faults += listing.faults
         gathered.notes += listing.notes
 
-    examples = [example for listing in listings for example in listing.examples]
-    validation = [example for listing in apart for example in listing.examples]
+    examples, validation = (
+        [example for listing in part if not listing.is_stored for example in listing.examples]
+        for part in (listings, apart)
+    )
     sized = _sized([*examples, *validation], settings, policy, index, gathered, progress)
     training = [sample for number, sample in sized if number < len(examples)]
     held_out = [sample for number, sample in sized if number >= len(examples)]
@@ -125,9 +134,22 @@ def require_usable(gathered: SampleSet, settings: DataSettings) -> None:
         raise collected(DataError, f"the data in {names} is not all usable", list(map(str, gathered.faults)), remedy)
     for fault in gathered.faults:
         logger.warning("skipped: %s", fault)
-    if not gathered.training:
+    if not gathered.training and not gathered.stored:
         skipped = f"; {len(gathered.faults)} were skipped" if gathered.faults else ""
         raise DataError(f"no usable sample in {names}{skipped}", "`qflux inspect` shows what is wrong with the data.")
+
+
+def _listed(sources: Sequence[Source], stored: list[StoredSample], is_prior: bool = False) -> list[Listing]:
+    """Every source's listing; samples that exist only as embeddings are also put into `stored`."""
+    listings = []
+    for source in sources:
+        if isinstance(source, CacheSource):
+            samples, listing = read_stored(source, is_prior)
+            stored += samples
+        else:
+            listing = read_source(source, is_prior)
+        listings.append(listing)
+    return listings
 
 
 def _sized(
@@ -215,7 +237,8 @@ def _split(settings: DataSettings, gathered: SampleSet) -> None:
         if leaked:
             gathered.notes.append(f"{len(leaked)} held-out samples are also trained on: {', '.join(leaked[:10])}")
         return
-    eligible = [sample for sample in gathered.training if not sample.example.is_prior]
+    everything: list[SizedExample | StoredSample] = [*gathered.training, *gathered.stored]
+    eligible = [sample for sample in everything if not sample.example.is_prior]
     count = held_out.count or max(1, round((held_out.fraction or 0) * len(eligible)))
     if count >= len(eligible) > 0:
         raise DataError(
@@ -223,5 +246,7 @@ def _split(settings: DataSettings, gathered: SampleSet) -> None:
             "hold out fewer samples.",
         )
     chosen = {s.id for s in sorted(eligible, key=lambda s: key_of("held out", s.id))[:count]}
-    gathered.held_out = [sample for sample in eligible if sample.id in chosen]
+    gathered.held_out = [s for s in gathered.training if s.id in chosen and not s.example.is_prior]
+    gathered.stored_held_out = [s for s in gathered.stored if s.id in chosen and not s.example.is_prior]
     gathered.training = [s for s in gathered.training if s.example.is_prior or s.id not in chosen]
+    gathered.stored = [s for s in gathered.stored if s.example.is_prior or s.id not in chosen]

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from qflux.config import CsvSource, FolderSource, HubSource, JsonlSource, Source
@@ -15,15 +14,11 @@ from qflux.data.folder import read_folder
 from qflux.data.hub import read_hub
 from qflux.data.tables import read_table
 
-__all__ = ["EditExample", "Fault", "Listing", "read_source", "read_sources"]
-
-
-def read_sources(sources: Sequence[Source], is_prior: bool = False) -> list[Listing]:
-    """Every source's samples, with the rate and the role that the config gives them."""
-    return [read_source(source, is_prior) for source in sources]
+__all__ = ["EditExample", "Fault", "Listing", "read_source"]
 
 
 def read_source(source: Source, is_prior: bool = False) -> Listing:
+    """A source's samples, with the rate and the role that the config gives them."""
     match source:
         case FolderSource():
             listing = read_folder(source.path)

@@ -13,10 +13,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """`path` appears complete or not at all, even if the machine dies meanwhile."""
+def write_bytes(path: Path, data: bytes, staging: Path | None = None) -> None:
+    """`path` appears complete or not at all, even if the machine dies meanwhile.
+
+    It is written in the folder `staging` of the same file system first, by default beside its final place.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = (staging or path.parent) / f".{path.name}.{os.getpid()}.tmp"
     try:
         with temporary.open("wb") as file:
             file.write(data)
@@ -31,8 +34,8 @@ def write_bytes(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def write_json(path: Path, value: Any) -> None:
-    write_bytes(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
+def write_json(path: Path, value: Any, staging: Path | None = None) -> None:
+    write_bytes(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode(), staging)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:

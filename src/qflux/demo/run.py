@@ -23,6 +23,7 @@ from qflux.report.inspection import sample_tokens
 from qflux.report.pictures import GridRow, batch_layout, edit_grid, write_png
 from qflux.sampling.predict import Edit
 from qflux.training.encode import PlannedSample
+from qflux.training.fill import Listener as CacheListener
 from qflux.training.metrics import StepReport
 from qflux.training.trainer import Trainer
 
@@ -93,13 +94,13 @@ def run_demo(config: Config, progress: DemoProgress) -> DemoSummary:
     _make_once(model, lambda folder: save_checkpoint(family.tiny(config.seed), folder, family.pipeline))
 
     trainer = Trainer(config)
-    trainer.cache(lambda done, total: progress.update("cache", done, total, "samples"))
+    trainer.cache(CacheListener(progress=lambda done, total: progress.update("cache", done, total, "entries")))
 
     def on_step(report: StepReport) -> None:
         progress.update("fit", report.step, report.total_steps, f"loss {report.loss:.3f}")
 
     result = trainer.fit(on_step)
-    samples = sorted(trainer.samples().all, key=lambda sample: sample.example.name)
+    samples = sorted(trainer.samples().from_images, key=lambda sample: sample.example.name)
     pictures = config.run_dir / "samples"
     grid = write_png(pictures / "grid.png", _predictions(trainer, samples, result.adapter, progress))
     layout = write_png(pictures / "batch.png", _batch_picture(samples, trainer))
@@ -167,4 +168,8 @@ def _predictions(trainer: Trainer, samples: list[PlannedSample], adapter: Path, 
 
 def _batch_picture(samples: list[PlannedSample], trainer: Trainer) -> Image.Image:
     shown = [samples[index] for index in SHOWN]
-    return batch_layout([sample_tokens(sample, trainer.store.text_tokens(sample.keys)) for sample in shown])
+
+    def text_tokens(sample: PlannedSample) -> int:
+        return len(trainer.store.load(sample.keys).text.tokens)
+
+    return batch_layout([sample_tokens(sample, text_tokens(sample)) for sample in shown])

@@ -25,8 +25,8 @@ class Encoder(Protocol):
     def encode_text(self, prompts: Sequence[Prompt]) -> list[TextEmbedding]:
         """One embedding per prompt; no prompt's result depends on the others."""
 
-    def encode_image(self, pixels: Tensor) -> Tensor:
-        """Pixels `(3, H, W)` in [-1, 1] as tokens `(n, C)`."""
+    def encode_images(self, pixels: Sequence[Tensor]) -> list[Tensor]:
+        """Pixels `(3, H, W)` in [-1, 1], all of one size, as tokens `(n, C)`; in one batch."""
 
     def decode_image(self, tokens: Tensor, shape: ImageShape) -> Tensor:
         """Tokens `(n, C)` as pixels `(3, H, W)`, about [-1, 1]."""
@@ -110,6 +110,8 @@ class Family:
     """`combine(conditional, unconditional, scale)`: true classifier-free guidance on velocities `(n, C)`."""
     blocks: Callable[[nn.Module], Sequence[nn.Module]]
     """The repeated blocks of a transformer: what is compiled and checkpointed."""
+    text_channels: int
+    """Channels of a text token, in the published checkpoints."""
     image_channels: int = 64
     """Channels of an image token."""
 

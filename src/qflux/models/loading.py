@@ -17,15 +17,16 @@ _REPAIR = "fetch the checkpoint again, or give another one."
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model")
 
 
-def checkpoint_folder(pretrained: str, parts: Sequence[str]) -> Path:
-    """The local folder of a checkpoint, downloading the named parts if it is a hub id."""
+def checkpoint_folder(pretrained: str, parts: Sequence[str], download: bool = True) -> Path:
+    """The local folder of a checkpoint, downloading the named parts if it is a hub id and they may be."""
     folder = Path(pretrained).expanduser()
     if not folder.is_dir():
         if pretrained.count("/") != 1 or pretrained.startswith((".", "/", "~")):
             raise CheckpointError(f"model.pretrained: no folder {pretrained}", "give a diffusers folder or a hub id.")
         try:
             patterns = [f"{part}/*" for part in parts]
-            folder = Path(snapshot_download(pretrained, allow_patterns=["model_index.json", *patterns]))
+            wanted = ["model_index.json", *patterns]
+            folder = Path(snapshot_download(pretrained, allow_patterns=wanted, local_files_only=not download))
         except Exception as error:
             raise CheckpointError(
                 f"model.pretrained: {pretrained} can't be fetched: {error}",

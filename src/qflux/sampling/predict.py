@@ -130,7 +130,7 @@ class Predictor:
                 transform = self._processor.target(image.width, image.height, name)
             else:
                 transform = self._processor.control(index - 1, image.width, image.height, name)
-            controls.append(self._encoder.encode_image(to_pixels(transform(image))).to(device))
+            controls.append(self._encoder.encode_images([to_pixels(transform(image))])[0].to(device))
             shapes.append(token_shape(*transform.size))
             view = self._family.prompt_view(index, image.size, transform)
             seen += [view(image)] if view else []

@@ -1,26 +1,35 @@
-"""Samples and their embeddings: where they belong in the cache, how they are made, what is missing."""
+"""Samples and their embeddings: where they belong in the cache, what is missing, how one is made.
+
+`fill` makes them all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from qflux.config import Config
-from qflux.data.cache import VERSION, EmbeddingCacheManager, SampleKeys
-from qflux.data.encoded import EncodedExample, Prompt, TextEmbedding
+from qflux.data.cache import RECACHE, EmbeddingCacheManager, Manifest, SampleKeys
+from qflux.data.encoded import WHOLE, EncodedExample, Prompt, TextEmbedding, Variant
+from qflux.data.entries import VERSION
 from qflux.data.examples import Fault
 from qflux.data.geometry import Transform
 from qflux.data.images import ImageRef, load_mask, load_rgb, to_pixels
 from qflux.data.samples import Progress, SizedExample, gather, require_usable
 from qflux.data.store import key_of
-from qflux.errors import CacheError, DataError, collected
+from qflux.data.stored import StoredSample
+from qflux.errors import CacheError, CheckpointError, DataError, collected
 from qflux.models.family import Encoder, Family, text_limit
 from qflux.models.loading import checkpoint_folder, identity
 from qflux.ragged.patches import mask_to_tokens
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,74 +38,105 @@ class PlannedSample(SizedExample):
 
     keys: SampleKeys
 
+    @property
+    def has_mask(self) -> bool:
+        return self.mask_hash is not None
+
+    @property
+    def address(self) -> str:
+        """Changes with the embeddings."""
+        return self.keys.key
+
+
+TrainingSample = PlannedSample | StoredSample
+"""What the loop trains on: encoded from images, or found encoded."""
+
 
 @dataclass
 class PlannedSet:
     """The samples of a config."""
 
-    training: list[PlannedSample]
+    training: list[TrainingSample]
     """In the order of their ids."""
-    held_out: list[PlannedSample]
+    held_out: list[TrainingSample]
     faults: list[Fault]
     """What is left out, and why."""
+    manifests: dict[str, Manifest] = field(default_factory=dict)
+    """Of the samples that are in the cache, by address."""
 
     @property
-    def all(self) -> list[PlannedSample]:
+    def all(self) -> list[TrainingSample]:
         return [*self.training, *self.held_out]
 
-    def drop(self, sample: PlannedSample, reason: str) -> None:
+    @property
+    def from_images(self) -> list[PlannedSample]:
+        """Those that have to be encoded."""
+        return [sample for sample in self.all if isinstance(sample, PlannedSample)]
+
+    def drop(self, sample: TrainingSample, reason: str) -> None:
         """Leave a sample out."""
         self.training = [other for other in self.training if other is not sample]
         self.held_out = [other for other in self.held_out if other is not sample]
         self.faults.append(Fault(sample.example.name, reason, source=sample.example.source))
 
 
-@dataclass
-class CacheReport:
-    """What `qflux cache` did."""
-
-    samples: int = 0
-    new_entries: int = 0
-    reused_entries: int = 0
-    skipped: list[str] = field(default_factory=list)
-    cut: int = 0
-    """Prompts that were longer than allowed, and were cut."""
-
-
 def plan_samples(
-    config: Config, family: Family, cache: EmbeddingCacheManager, progress: Progress | None = None
+    config: Config,
+    family: Family,
+    cache: EmbeddingCacheManager,
+    progress: Progress | None = None,
+    fetch_encoders: bool = False,
 ) -> PlannedSet:
-    """The samples of a config with their places in the cache; no image is decoded."""
+    """The samples of a config with their places in the cache; no image is decoded.
+
+    Without `fetch_encoders`, encoders that are not on this machine are known by what the cache remembers of them.
+    """
     gathered = gather(config.data, family, cache.index, progress)
     require_usable(gathered, config.data)
-    keys = _KeyMaker(config, family, cache)
-    training, held_out = (
-        [PlannedSample(**vars(sample), keys=keys(sample)) for sample in part]
-        for part in (gathered.training, gathered.held_out)
-    )
+    keys = _KeyMaker(config, family, cache, fetch_encoders) if any(gathered.all) else None
+
+    def planned(samples: Sequence[SizedExample]) -> list[PlannedSample]:
+        return [PlannedSample(**vars(sample), keys=keys(sample)) for sample in samples] if keys else []
+
     cache.index.save()
-    return PlannedSet(training, held_out, gathered.faults)
+    training: list[TrainingSample] = [*planned(gathered.training), *gathered.stored]
+    held_out: list[TrainingSample] = [*planned(gathered.held_out), *gathered.stored_held_out]
+    _require_variants(config, [*gathered.stored, *gathered.stored_held_out])
+    return PlannedSet(sorted(training, key=lambda s: (s.id, s.example.is_prior)), held_out, gathered.faults)
+
+
+def variants_of(config: Config) -> list[Variant]:
+    """What dropout may leave of a sample; the whole sample first."""
+    captions = (True, False) if config.train.caption_dropout else (True,)
+    controls = (True, False) if config.train.control_dropout else (True,)
+    return [Variant(caption, control) for control in controls for caption in captions]
+
+
+def _require_variants(config: Config, stored: Sequence[StoredSample]) -> None:
+    for sample in stored:
+        missing = [variant for variant in variants_of(config) if variant not in sample.variants]
+        if missing:
+            raise CacheError(
+                f"{sample.example.target}: no embedding {missing[0].name} is stored, and dropout needs one",
+                "set train.caption_dropout and train.control_dropout to 0, or encode the images again.",
+            )
 
 
 class _KeyMaker:
     """The cache keys of a sample: everything its entries are made from, and nothing else."""
 
-    def __init__(self, config: Config, family: Family, cache: EmbeddingCacheManager) -> None:
-        folder = checkpoint_folder(config.model.pretrained, (*family.text_parts, *family.image_parts))
+    def __init__(self, config: Config, family: Family, cache: EmbeddingCacheManager, fetch: bool) -> None:
         self._family = family.name
         self._dtype = config.model.dtype
         self._length = text_limit(config, family).tokens
-        self._text_identity = identity(folder, family.text_parts, cache.index.hash_of)
-        self._image_identity = identity(folder, family.image_parts, cache.index.hash_of)
+        self._variants = variants_of(config)
+        self._text_identity, self._image_identity = _encoder_identities(config, family, cache, fetch)
 
     def __call__(self, sample: SizedExample) -> SampleKeys:
-        controls = zip(sample.facts[1:], sample.views, strict=True)
-        seen = [(fact.hash, view.key) for fact, view in controls if view]
-        prompt = (self._family, sample.example.prompt, seen, self._length)
         target = sample.transforms[0].key
         return SampleKeys(
             id=sample.id,
-            text=key_of("text", VERSION, prompt, self._text_identity, self._dtype),
+            texts=tuple((variant, self._text(sample, variant)) for variant in self._variants),
             images=tuple(
                 key_of("image", VERSION, fact.hash, transform.key, self._image_identity, self._dtype)
                 for fact, transform in zip(sample.facts, sample.transforms, strict=True)
@@ -105,49 +145,71 @@ class _KeyMaker:
             mask=key_of("mask", VERSION, sample.mask_hash, target) if sample.mask_hash else None,
         )
 
+    def _text(self, sample: SizedExample, variant: Variant) -> str:
+        controls = zip(sample.facts[1:], sample.views, strict=True) if variant.controls else ()
+        seen = [(fact.hash, view.key) for fact, view in controls if view]
+        prompt = (self._family, sample.example.prompt if variant.caption else "", seen, self._length)
+        return key_of("text", VERSION, prompt, self._text_identity, self._dtype)
 
-def fill_cache(
-    planned: Sequence[PlannedSample], encoder: Encoder, cache: EmbeddingCacheManager, progress: Progress | None = None
-) -> tuple[CacheReport, dict[str, str]]:
-    """Encode what is missing. Interrupted at any point, a second run goes on where this one was.
 
-    A sample that can't be encoded does not stop the others. Returns an account, and why which sample failed.
-    """
-    report, failed = CacheReport(samples=len(planned)), {}
-    for index, sample in enumerate(planned):
-        try:
-            for kind, key, make in _entries(sample, encoder):
-                if cache.ensure(kind, key, make):
-                    report.new_entries += 1
-                else:
-                    report.reused_entries += 1
-            if not cache.is_complete(sample.keys):
-                cache.complete(sample.keys)
-        except DataError as error:
-            cache.fail(sample.keys, error.problem)
-            failed[sample.example.name] = str(error)
-        if progress:
-            progress(index + 1, len(planned))
-    return report, failed
+def _encoder_identities(config: Config, family: Family, cache: EmbeddingCacheManager, fetch: bool) -> list[str]:
+    """What text and image encoders are known by: a hash of their files, or what the cache remembers of it."""
+    parts, name = (*family.text_parts, *family.image_parts), config.model.pretrained
+    remembered_as = f"{name} ({family.name})"
+    try:
+        folder = checkpoint_folder(name, parts, download=fetch)
+    except CheckpointError:
+        remembered = cache.encoders(remembered_as)
+        if fetch or remembered is None:
+            raise
+        return remembered
+    identities = [identity(folder, kind, cache.index.hash_of) for kind in (family.text_parts, family.image_parts)]
+    try:
+        cache.remember_encoders(remembered_as, identities)
+    except OSError as error:
+        logger.warning("%s can't be written: %s", cache.root / "encoders.json", error.strerror)
+    return identities
 
 
 def require_complete(planned: PlannedSet, cache: EmbeddingCacheManager, skip_failed: bool) -> None:
     """An error that names the samples whose embeddings are missing; those known to be unusable may be left out."""
-    incomplete = [sample for sample in planned.all if not cache.is_complete(sample.keys)]
     missing = []
-    for sample in incomplete:
+    samples = planned.from_images
+    for sample in samples:
+        manifest = cache.manifest(sample.keys)
+        if manifest is not None:
+            planned.manifests[sample.address] = manifest
+            continue
         reason = cache.failure(sample.keys)
         if reason and skip_failed:
             planned.drop(sample, reason)
         else:
-            missing.append(sample.example.name + (f": {reason}" if reason else ""))
+            entries = cache.missing_entries(sample.keys)
+            lacking = ", ".join(sorted({kind for kind, _ in entries})) or "its manifest"
+            missing.append(f"{sample.example.name}: {reason or f'{lacking} missing'}")
     if missing:
         raise collected(
-            CacheError,
-            f"{len(missing)} of {len(planned.all)} samples are not in the cache {cache.root}",
-            missing,
-            "run `qflux cache` with the same config first.",
+            CacheError, f"{len(missing)} of {len(samples)} samples are not in the cache {cache.root}", missing, RECACHE
         )
+
+
+def require_fitting(planned: PlannedSet, transformer: Any) -> None:
+    """An error if samples that were found encoded are for another model; the first of each source is looked at."""
+    config = transformer.config
+    for sample in {s.example.source: s for s in reversed(planned.all) if isinstance(s, StoredSample)}.values():
+        encoded = sample.load(WHOLE)
+        for what, tensor, name in (
+            ("text tokens", encoded.text.tokens, "joint_attention_dim"),
+            ("a pooled text", encoded.text.pooled, "pooled_projection_dim"),
+            ("image tokens", encoded.latents[0], "in_channels"),
+        ):
+            expected = getattr(config, name, None)
+            found = None if tensor is None else tensor.shape[-1]
+            if found != expected:
+                raise CacheError(
+                    f"{sample.example.target}: {what} of {found} channels; the transformer takes {expected}",
+                    "is this the cache of another model?",
+                )
 
 
 @dataclass(frozen=True)
@@ -161,60 +223,51 @@ class OpenedExample:
     mask: Tensor | None
 
 
-def open_example(sample: PlannedSample) -> OpenedExample:
+def open_example(sample: PlannedSample, variant: Variant = WHOLE) -> OpenedExample:
     """Read and transform the images of a sample."""
-    example = sample.example
-    images = tuple(
-        to_pixels(transform(load_rgb(ref))) for ref, transform in zip(example.images, sample.transforms, strict=True)
-    )
-    mask = _token_mask(example.mask, sample.transforms[0]) if example.mask else None
-    return OpenedExample(sample, images, _prompt(sample), mask)
+    shown = sample.example.images if variant.controls else sample.example.images[:1]
+    images = tuple(open_image(ref, transform) for ref, transform in zip(shown, sample.transforms, strict=False))
+    return OpenedExample(sample, images, open_prompt(sample, variant), open_mask(sample))
 
 
 def encode_example(opened: OpenedExample, encoder: Encoder) -> EncodedExample:
     """The same as the cache holds, made now."""
     return EncodedExample(
         id=opened.sample.id,
-        text=_encoded_text(opened.sample, opened.prompt, encoder),
-        latents=tuple(encoder.encode_image(pixels).cpu() for pixels in opened.images),
-        img_shapes=opened.sample.img_shapes,
+        text=encode_prompts([opened.sample], [opened.prompt], encoder)[0],
+        latents=tuple(encoder.encode_images([pixels])[0] for pixels in opened.images),
+        img_shapes=opened.sample.img_shapes[: len(opened.images)],
         mask=opened.mask,
     )
 
 
-def _entries(sample: PlannedSample, encoder: Encoder) -> list[tuple[str, str, Callable[[], Mapping[str, Tensor]]]]:
-    """Kind, key and recipe of every entry of a sample; a recipe runs only if the entry is missing."""
-    example, keys = sample.example, sample.keys
-
-    def text() -> Mapping[str, Tensor]:
-        embedding = _encoded_text(sample, _prompt(sample), encoder)
-        return {"tokens": embedding.tokens} | ({} if embedding.pooled is None else {"pooled": embedding.pooled})
-
-    def image(ref: ImageRef, transform: Transform) -> Mapping[str, Tensor]:
-        return {"latents": encoder.encode_image(to_pixels(transform(load_rgb(ref))))}
-
-    entries: list[tuple[str, str, Callable[[], Mapping[str, Tensor]]]] = [("text", keys.text, text)]
-    for ref, transform, key in zip(example.images, sample.transforms, keys.images, strict=True):
-        entries.append(("image", key, lambda r=ref, t=transform: image(r, t)))  # type: ignore[misc]
-    if keys.mask and example.mask:
-        mask = example.mask
-        entries.append(("mask", keys.mask, lambda: {"mask": _token_mask(mask, sample.transforms[0])}))
-    return entries
+def open_image(ref: ImageRef, transform: Transform) -> Tensor:
+    """Pixels `(3, H, W)` in [-1, 1] at training size."""
+    return to_pixels(transform(load_rgb(ref)))
 
 
-def _prompt(sample: PlannedSample) -> Prompt:
+def open_prompt(sample: PlannedSample, variant: Variant = WHOLE) -> Prompt:
     """The prompt with the images that the text encoder sees."""
-    seen = zip(sample.example.controls, sample.views, strict=True)
-    return Prompt(sample.example.prompt, images=tuple(view(load_rgb(ref)) for ref, view in seen if view))
+    controls = zip(sample.example.controls, sample.views, strict=True) if variant.controls else ()
+    images = tuple(view(load_rgb(ref)) for ref, view in controls if view)
+    return Prompt(sample.example.prompt if variant.caption else "", images=images)
 
 
-def _encoded_text(sample: PlannedSample, prompt: Prompt, encoder: Encoder) -> TextEmbedding:
-    try:
-        return encoder.encode_text([prompt])[0]
-    except DataError as error:
-        raise DataError(f"{sample.example.name}: {error.problem}", error.remedy) from None
-
-
-def _token_mask(mask: ImageRef, transform: Transform) -> Tensor:
-    grey = transform(load_mask(mask), fill="black")
+def open_mask(sample: PlannedSample) -> Tensor | None:
+    """The mask in token space."""
+    if sample.example.mask is None:
+        return None
+    grey = sample.transforms[0](load_mask(sample.example.mask), fill="black")
     return mask_to_tokens(torch.from_numpy(np.array(grey, dtype=np.float32))[None] / 255)[0]
+
+
+def encode_prompts(
+    samples: Sequence[PlannedSample], prompts: Sequence[Prompt], encoder: Encoder
+) -> list[TextEmbedding]:
+    """The prompts of some samples; an error names the sample."""
+    try:
+        return encoder.encode_text(prompts)
+    except DataError as error:
+        if len(prompts) == 1:
+            raise DataError(f"{samples[0].example.name}: {error.problem}", error.remedy) from None
+        raise

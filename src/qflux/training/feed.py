@@ -5,7 +5,8 @@ A micro-batch comes from the cache, or is encoded on the fly; nothing else diffe
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+import random
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,24 +15,26 @@ from torch import Tensor
 
 from qflux.config import Config
 from qflux.data.batch import EditBatch
-from qflux.data.cache import EmbeddingCacheManager
-from qflux.data.encoded import EncodedExample
+from qflux.data.cache import EmbeddingCacheManager, Manifest
+from qflux.data.encoded import EncodedExample, Variant
 from qflux.data.loader import read_ahead
 from qflux.data.plan import Batching, MicroBatch, TrainingPlan
+from qflux.data.store import seed_of
+from qflux.data.stored import StoredSample
 from qflux.errors import DataError, QfluxError
 from qflux.losses.timesteps import draw
 from qflux.models.family import Encoder, TextCounter
 from qflux.ragged.layout import image_tokens
-from qflux.training.encode import OpenedExample, PlannedSample, encode_example, open_example
+from qflux.training.encode import OpenedExample, TrainingSample, encode_example, open_example
 
 
 class Provider(Protocol):
     """Where encoded samples come from, in two stages: `read` in a thread, `finish` in the loop."""
 
-    def text_tokens(self, sample: PlannedSample) -> int:
+    def text_tokens(self, sample: TrainingSample) -> int:
         """The length of the sample's prompt, without encoding it."""
 
-    def read(self, sample: PlannedSample) -> EncodedExample | OpenedExample: ...
+    def read(self, sample: TrainingSample, variant: Variant) -> EncodedExample | OpenedExample: ...
 
     def finish(self, read: EncodedExample | OpenedExample) -> EncodedExample: ...
 
@@ -39,14 +42,17 @@ class Provider(Protocol):
 class FromCache:
     """Samples as `qflux cache` left them."""
 
-    def __init__(self, store: EmbeddingCacheManager) -> None:
+    def __init__(self, store: EmbeddingCacheManager, manifests: Mapping[str, Manifest]) -> None:
         self._store = store
+        self._manifests = manifests
 
-    def text_tokens(self, sample: PlannedSample) -> int:
-        return self._store.text_tokens(sample.keys)
+    def text_tokens(self, sample: TrainingSample) -> int:
+        return sample.text_tokens if isinstance(sample, StoredSample) else self._manifests[sample.address].text_tokens
 
-    def read(self, sample: PlannedSample) -> EncodedExample:
-        return self._store.load(sample.keys)
+    def read(self, sample: TrainingSample, variant: Variant) -> EncodedExample:
+        if isinstance(sample, StoredSample):
+            return sample.load(variant)
+        return self._store.load(sample.keys, variant)
 
     def finish(self, read: EncodedExample | OpenedExample) -> EncodedExample:
         assert isinstance(read, EncodedExample)
@@ -60,18 +66,19 @@ class FromImages:
         self._encoder = encoder
         self._count = count
 
-    def text_tokens(self, sample: PlannedSample) -> int:
+    def text_tokens(self, sample: TrainingSample) -> int:
+        if isinstance(sample, StoredSample):
+            return sample.text_tokens
         return self._count(sample.example.prompt, [view.size for view in sample.views if view]).used
 
-    def read(self, sample: PlannedSample) -> OpenedExample:
-        return open_example(sample)
+    def read(self, sample: TrainingSample, variant: Variant) -> EncodedExample | OpenedExample:
+        return sample.load(variant) if isinstance(sample, StoredSample) else open_example(sample, variant)
 
     def finish(self, read: EncodedExample | OpenedExample) -> EncodedExample:
-        assert isinstance(read, OpenedExample)
-        return encode_example(read, self._encoder)
+        return read if isinstance(read, EncodedExample) else encode_example(read, self._encoder)
 
 
-def training_plan(config: Config, samples: Sequence[PlannedSample], provider: Provider) -> TrainingPlan:
+def training_plan(config: Config, samples: Sequence[TrainingSample], provider: Provider) -> TrainingPlan:
     """The plan of a run. A sample that no micro-batch can hold is an error that names it."""
     lengths = [provider.text_tokens(sample) + sample.image_tokens for sample in samples]
     budget = config.data.max_tokens
@@ -90,7 +97,7 @@ class Feed:
     def __init__(
         self,
         config: Config,
-        samples: Sequence[PlannedSample],
+        samples: Sequence[TrainingSample],
         provider: Provider,
         channels: int,
         device: torch.device,
@@ -118,10 +125,11 @@ class Feed:
     def _read(self, micro_batch: MicroBatch) -> list[_Read]:
         return [self._read_one(self._samples[visit.sample], visit.number) for visit in micro_batch]
 
-    def _read_one(self, sample: PlannedSample, visit: int) -> _Read:
+    def _read_one(self, sample: TrainingSample, visit: int) -> _Read:
         config = self._config
+        variant = drawn_variant(config, sample.id, visit)
         try:
-            content = self._provider.read(sample)
+            content = self._provider.read(sample, variant)
         except QfluxError as error:
             raise type(error)(f"sample {sample.example.name}: {error.problem}", error.remedy) from error
         except Exception as error:
@@ -132,6 +140,14 @@ class Feed:
 
     def _names(self, micro_batch: MicroBatch) -> str:
         return ", ".join(self._samples[visit.sample].example.name for visit in micro_batch)
+
+
+def drawn_variant(config: Config, sample_id: str, visit: int) -> Variant:
+    """What dropout leaves of a sample on one visit: a function of (seed, sample, visit) and of nothing else."""
+    draw = random.Random(seed_of("dropout", config.seed, sample_id, visit))
+    return Variant(
+        caption=draw.random() >= config.train.caption_dropout, controls=draw.random() >= config.train.control_dropout
+    )
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from typing import Any
 
 from qflux.data.examples import Fault
 from qflux.data.plan import PlannedStep
-from qflux.data.samples import SizedExample
 from qflux.data.store import write_bytes
+from qflux.training.encode import TrainingSample
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Ledger:
     """Written as the run goes. A resumed run first drops the lines of steps it is about to do again."""
 
     def __init__(
-        self, path: Path, samples: Sequence[SizedExample], skipped: Iterable[Fault], steps_done: int = 0
+        self, path: Path, samples: Sequence[TrainingSample], skipped: Iterable[Fault], steps_done: int = 0
     ) -> None:
         self._path = path
         self._ids = [sample.id for sample in samples]
@@ -87,7 +87,7 @@ def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
             yield value
 
 
-def _sample(sample: SizedExample) -> dict[str, Any]:
+def _sample(sample: TrainingSample) -> dict[str, Any]:
     example = sample.example
     return {
         "kind": "sample",

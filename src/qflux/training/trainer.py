@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -29,8 +30,9 @@ from qflux.adapters.lora import inject, trainable
 from qflux.config import Config
 from qflux.data.batch import EditBatch
 from qflux.data.cache import EmbeddingCacheManager
+from qflux.data.claims import Claims
 from qflux.data.inspect import Inspected, inspect
-from qflux.data.samples import Progress, SizedExample
+from qflux.data.samples import SizedExample
 from qflux.data.store import key_of, seed_of, write_bytes
 from qflux.errors import CheckpointError, ConfigError, DataError, Interrupted, QfluxError, collected
 from qflux.losses.objective import Objective
@@ -40,15 +42,10 @@ from qflux.ragged.compilation import compile_blocks
 from qflux.ragged.layout import image_tokens, padding_ratio
 from qflux.sampling.predict import Edit, Predictor
 from qflux.training.checkpoint import Checkpoints, TrainingState
-from qflux.training.encode import (
-    CacheReport,
-    PlannedSample,
-    PlannedSet,
-    fill_cache,
-    plan_samples,
-    require_complete,
-)
+from qflux.training.encode import PlannedSet, TrainingSample, plan_samples, require_complete, require_fitting
 from qflux.training.feed import Feed, FromCache, FromImages, Provider, training_plan
+from qflux.training.fill import CacheFiller, CacheReport
+from qflux.training.fill import Listener as CacheListener
 from qflux.training.interrupt import StopRequest, deferred_signals, exclusive
 from qflux.training.ledger import Coverage, Ledger, coverage
 from qflux.training.metrics import Listener, MetricsFile, StepReport
@@ -100,25 +97,35 @@ class Trainer:
         inspected.summary.text_is_estimated = estimated
         return inspected
 
-    def cache(self, progress: Progress | None = None) -> CacheReport:
-        """Encode every sample that is not in the cache yet."""
-        planned = plan_samples(self.config, self.family, self.store)
-        missing = [sample for sample in planned.all if not self.store.is_complete(sample.keys)]
-        report, failed = fill_cache(missing, self._encoder(), self.store, progress) if missing else (CacheReport(), {})
-        if failed and self.config.data.on_bad_sample == "error":
+    def cache(self, listener: CacheListener | None = None) -> CacheReport:
+        """Encode every sample that is not in the cache yet. Several processes may do this at the same time."""
+        claims = Claims(self.store.root)
+        try:
+            with claims.turn():  # the first one reads the images' headers, the others its index
+                planned = plan_samples(self.config, self.family, self.store, fetch_encoders=True)
+            filler = CacheFiller(
+                self.store,
+                self._encoder,
+                (self.family.text_channels * self.dtype.itemsize, self.family.image_channels * self.dtype.itemsize),
+                self.config.cache.batch_size,
+                self.config.data.num_workers,
+                listener,
+            )
+            report = filler.fill(planned.from_images, self.text_limit.tokens, claims)
+            self.store.index.tidy()
+        finally:
+            claims.close()
+        report.cut = self.text_limit.cut
+        report.skipped = [*map(str, planned.faults), *report.failed.values()]
+        if report.failed and self.config.data.on_bad_sample == "error":
             raise collected(
                 DataError,
-                f"{len(failed)} of {len(planned.all)} samples can't be encoded; the others are cached",
-                list(failed.values()),
+                f"{len(report.failed)} of {len(planned.all)} samples can't be encoded; the others are cached",
+                list(report.failed.values()),
                 "mend them, or set data.on_bad_sample: skip to train without them.",
             )
-        for reason in failed.values():
+        for reason in report.failed.values():
             logger.warning("skipped: %s", reason)
-        done = set(map(id, missing))
-        complete = [sample for sample in planned.all if id(sample) not in done]
-        report.reused_entries += len({entry for sample in complete for entry in sample.keys.entries})
-        report.samples, report.cut = len(planned.all) - len(failed), self.text_limit.cut
-        report.skipped = [*map(str, planned.faults), *failed.values()]
         return report
 
     def samples(self) -> PlannedSet:
@@ -126,7 +133,7 @@ class Trainer:
         planned = plan_samples(self.config, self.family, self.store)
         if self.config.cache.use_cache:
             require_complete(planned, self.store, self.config.data.on_bad_sample == "skip")
-        if self.config.loss.use_mask_loss and not any(sample.mask_hash for sample in planned.training):
+        if self.config.loss.use_mask_loss and not any(sample.has_mask for sample in planned.training):
             logger.warning("loss.use_mask_loss is on, but no sample has a mask: everything counts as edited")
         return planned
 
@@ -134,7 +141,7 @@ class Trainer:
         """Train a LoRA on the samples, going on from the newest checkpoint if there is one."""
         config = self.config
         planned = self.samples()
-        provider = self._provider()
+        provider = self._provider(planned)
         plan = training_plan(config, planned.training, provider)
         total = plan.total_steps(config.train.max_train_steps, config.train.num_epochs)
         if total == 0:
@@ -142,6 +149,7 @@ class Trainer:
         logger.info("%d samples, %d steps", len(planned.training), total)
 
         transformer = self._transformer()
+        require_fitting(planned, transformer)
         inject(transformer, config.lora, config.seed)
         self._prepare(transformer)
         parameters = trainable(transformer)
@@ -277,15 +285,17 @@ class Trainer:
         if self.config.train.compile:
             compile_blocks(self.family.blocks(transformer))
 
-    def _encoder(self) -> Encoder:
-        parts = (*self.family.text_parts, *self.family.image_parts)
-        components = self.family.load(self.config.model.pretrained, parts, self.dtype, self.device)
+    def _encoder(self, *kinds: str) -> Encoder:
+        """Text encoders, image encoder, or both."""
+        parts = {"text": self.family.text_parts, "image": self.family.image_parts}
+        wanted = [part for kind in kinds for part in parts[kind]]
+        components = self.family.load(self.config.model.pretrained, wanted, self.dtype, self.device)
         return self.family.encoder(components, self.text_limit)
 
-    def _provider(self) -> Provider:
-        if self.config.cache.use_cache:
-            return FromCache(self.store)
-        return FromImages(self._encoder(), self.text_counter())
+    def _provider(self, planned: PlannedSet) -> Provider:
+        if self.config.cache.use_cache or not planned.from_images:
+            return FromCache(self.store, planned.manifests)
+        return FromImages(self._encoder("text", "image"), self.text_counter())
 
     def text_counter(self) -> TextCounter:
         """How long a prompt is, from the checkpoint's tokenizer."""
@@ -333,7 +343,7 @@ class QwenImageEditPlusTrainer(Trainer):
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     try:
         if name == "meta":
             raise RuntimeError("it holds no data")
@@ -350,7 +360,7 @@ def _estimated_length(prompt: str, sizes: Sequence[tuple[int, int]]) -> TextCoun
     return TextCount(tokens, tokens)
 
 
-def _require_finite(loss: Tensor, grad_norm: Tensor, number: int, samples: Sequence[PlannedSample]) -> None:
+def _require_finite(loss: Tensor, grad_norm: Tensor, number: int, samples: Sequence[TrainingSample]) -> None:
     if math.isfinite(loss.item()) and math.isfinite(grad_norm.item()):
         return
     names = [sample.example.name for sample in samples]
@@ -361,7 +371,18 @@ def _require_finite(loss: Tensor, grad_norm: Tensor, number: int, samples: Seque
     )
 
 
-def _path_settings(config: Config, samples: Sequence[PlannedSample], total: int) -> dict[str, object]:
+_PATH_KEYS = (
+    "gradient_accumulation_steps",
+    "max_grad_norm",
+    "lr_scheduler",
+    "lr_warmup_steps",
+    "guidance",
+    "caption_dropout",
+    "control_dropout",
+)
+
+
+def _path_settings(config: Config, samples: Sequence[TrainingSample], total: int) -> dict[str, object]:
     """What decides where training goes; a resumed run must share it with its checkpoint."""
     values = config.dump()
     sections = {name: values[name] for name in ("family", "seed", "lora", "optimizer", "loss")}
@@ -369,10 +390,10 @@ def _path_settings(config: Config, samples: Sequence[PlannedSample], total: int)
         sections[f"model.{key}"] = values["model"][key]
     for key in ("batch_size", "max_tokens", "processor"):
         sections[f"data.{key}"] = values["data"][key]
-    for key in ("gradient_accumulation_steps", "max_grad_norm", "lr_scheduler", "lr_warmup_steps", "guidance"):
+    for key in _PATH_KEYS:
         sections[f"train.{key}"] = values["train"][key]
     if config.train.lr_scheduler in ("linear", "cosine"):
         sections["train.max_train_steps"] = total
-    identity = sorted((sample.keys.key, sample.example.rate, sample.example.is_prior) for sample in samples)
+    identity = sorted((sample.address, sample.example.rate, sample.example.is_prior) for sample in samples)
     sections["data (samples)"] = key_of(identity)[:16]
     return sections

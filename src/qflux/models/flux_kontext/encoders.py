@@ -42,10 +42,10 @@ class FluxKontextEncoder:
         return [TextEmbedding(tokens[i], pooled[i]) for i in range(len(prompts))]
 
     @torch.no_grad()
-    def encode_image(self, pixels: Tensor) -> Tensor:
+    def encode_images(self, pixels: Sequence[Tensor]) -> list[Tensor]:
         vae = self._parts.vae
-        latents = vae.encode(pixels[None].to(vae.device, vae.dtype)).latent_dist.mode()[0]
-        return pack((latents - vae.config.shift_factor) * vae.config.scaling_factor)
+        latents = vae.encode(torch.stack(list(pixels)).to(vae.device, vae.dtype)).latent_dist.mode()
+        return [pack((item - vae.config.shift_factor) * vae.config.scaling_factor) for item in latents]
 
     @torch.no_grad()
     def decode_image(self, tokens: Tensor, shape: ImageShape) -> Tensor:

@@ -87,4 +87,5 @@ FLUX_KONTEXT = Family(
     velocity=velocity,
     combine=combine,
     blocks=blocks,
+    text_channels=4096,
 )

@@ -46,11 +46,12 @@ class QwenImageEncoder:
         return [TextEmbedding(tokens[: self._limit.tokens]) for tokens in embeddings]
 
     @torch.no_grad()
-    def encode_image(self, pixels: Tensor) -> Tensor:
+    def encode_images(self, pixels: Sequence[Tensor]) -> list[Tensor]:
         vae = self._parts.vae
-        latents = vae.encode(pixels[None, :, None].to(vae.device, vae.dtype)).latent_dist.mode()[0, :, 0]
+        frames = torch.stack(list(pixels))[:, :, None].to(vae.device, vae.dtype)
+        latents = vae.encode(frames).latent_dist.mode()[:, :, 0]
         mean, std = self._statistics(latents)
-        return pack((latents - mean) / std)
+        return [pack((item - mean) / std) for item in latents]
 
     @torch.no_grad()
     def decode_image(self, tokens: Tensor, shape: ImageShape) -> Tensor:

@@ -106,6 +106,7 @@ def _family(name: str, pipeline: str, template: Template, controls: tuple[int, i
         velocity=velocity,
         combine=combine,
         blocks=blocks,
+        text_channels=3584,
     )
 
 

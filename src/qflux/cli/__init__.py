@@ -8,24 +8,22 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from click.exceptions import Abort, ClickException
-from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import TaskID
 from rich.table import Table
 
+from qflux.cli.cache import cache_app
+from qflux.cli.terminal import ConfigFile, Overrides, complain, console, errors, progress_bar, say, trainer_of
 from qflux.errors import DataError, Interrupted, QfluxError
 
 if TYPE_CHECKING:
     from qflux.training.metrics import StepReport
-    from qflux.training.trainer import Trainer
 
 app = typer.Typer(
     help="Fine-tune image-editing diffusion transformers on images of different sizes in the same batch.",
@@ -33,13 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=True,
 )
-console = Console()
-errors = Console(stderr=True)
-
-ConfigFile = Annotated[Path, typer.Option("--config", help="A YAML file; recipes/ has one per family.")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="path.to.key=value, replaces a value of the config.")
-]
+app.add_typer(cache_app, name="cache")
 
 
 @app.command()
@@ -54,7 +46,7 @@ def demo(
     started = time.perf_counter()
     default = Path("runs/demo" if family == "flux-kontext" else f"runs/demo-{family}")
     config = demo_config(output or default, set_ or [], family)
-    with _bar() as bar:
+    with progress_bar() as bar:
         tasks: dict[str, TaskID] = {}
 
         def update(stage: str, done: int, total: int, note: str) -> None:
@@ -93,8 +85,8 @@ def inspect_(
     from qflux.report.pictures import write_png  # noqa: PLC0415
     from qflux.report.tables import inspection_tables  # noqa: PLC0415
 
-    trainer = _trainer(config, set_)
-    with _bar() as bar:
+    trainer = trainer_of(config, set_)
+    with progress_bar() as bar:
         tasks: dict[str, TaskID] = {}
 
         def update(stage: str, done: int, total: int) -> None:
@@ -112,27 +104,14 @@ def inspect_(
         write_json(json_.expanduser(), inspected.summary.dump())
         written.append(json_)
     for file in written:
-        _say(str(file))
-
-
-@app.command()
-def cache(config: ConfigFile, set_: Overrides = None) -> None:
-    """Encode prompts and images once, so that training loads neither."""
-    trainer = _trainer(config, set_)
-    with _bar() as bar:
-        task = bar.add_task("cache", total=None, note="samples")
-        report = trainer.cache(lambda done, total: bar.update(task, completed=done, total=total))
-    entries = f"{report.new_entries} entries new, {report.reused_entries} reused"
-    cut = f", {report.cut} prompts cut" if report.cut else ""
-    skipped = f", {len(report.skipped)} skipped" if report.skipped else ""
-    _say(f"{report.samples} samples in {trainer.store.root}: {entries}{cut}{skipped}.")
+        say(str(file))
 
 
 @app.command()
 def fit(config: ConfigFile, set_: Overrides = None) -> None:
     """Train a LoRA on cached samples; goes on where an interrupted run was."""
-    trainer = _trainer(config, set_)
-    with _bar() as bar:
+    trainer = trainer_of(config, set_)
+    with progress_bar() as bar:
         task = bar.add_task("fit", total=None, note="loading")
 
         def on_step(report: StepReport) -> None:
@@ -141,13 +120,13 @@ def fit(config: ConfigFile, set_: Overrides = None) -> None:
 
         result = trainer.fit(on_step)
     if result.resumed_from:
-        _say(f"continued from step {result.resumed_from}.")
+        say(f"continued from step {result.resumed_from}.")
     losses = "" if result.first_loss is None else f", loss {result.first_loss:.4f} → {result.last_loss:.4f}"
-    _say(f"{result.steps} steps{losses}. {result.coverage}. LoRA: {result.adapter}")
+    say(f"{result.steps} steps{losses}. {result.coverage}. LoRA: {result.adapter}")
     for skipped in result.coverage.skipped[:20]:
-        _say(f"skipped: {skipped}")
+        say(f"skipped: {skipped}")
     if len(result.coverage.skipped) > 20:
-        _say(f"… and {len(result.coverage.skipped) - 20} more, in {trainer.config.run_dir / 'ledger.jsonl'}")
+        say(f"… and {len(result.coverage.skipped) - 20} more, in {trainer.config.run_dir / 'ledger.jsonl'}")
 
 
 @app.command()
@@ -190,7 +169,7 @@ def predict(
     if not math.isfinite(lora_scale) or (guidance is not None and not math.isfinite(guidance)):
         raise DataError("--lora-scale and --guidance must be numbers")
     output.parent.mkdir(parents=True, exist_ok=True)
-    trainer = _trainer(config, set_)
+    trainer = trainer_of(config, set_)
     settings = trainer.config.predict
     edit = Edit(
         controls=tuple(load_rgb(ImageFile(path)) for path in image or []),
@@ -201,7 +180,7 @@ def predict(
         size=(height, width) if height and width else None,
     )
     predictor = trainer.predictor(lora, lora_scale)
-    with _bar() as bar:
+    with progress_bar() as bar:
         task = bar.add_task("predict", total=None, note="")
         (result,) = predictor(
             [edit],
@@ -212,29 +191,11 @@ def predict(
     buffer = io.BytesIO()
     result.save(buffer, Image.registered_extensions()[output.suffix.lower()])
     write_bytes(output, buffer.getvalue())
-    _say(f"{result.width}x{result.height}, seed {edit.seed}: {output}")
+    say(f"{result.width}x{result.height}, seed {edit.seed}: {output}")
 
 
-def _trainer(config: Path, overrides: list[str] | None) -> Trainer:
-    from qflux.config import load_config  # noqa: PLC0415
-
-    settings = load_config(config, overrides or [])
-    from qflux.training.trainer import Trainer  # noqa: PLC0415  (imports torch: bad configs should fail fast)
-
-    return Trainer(settings)
-
-
-@contextmanager
-def _bar() -> Iterator[Progress]:
-    columns = (
-        TextColumn("{task.description:8}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Progress(*columns, console=console) as progress:
-        yield progress
+# typer brings its own copy of click, depending on its version; its public exceptions lead to the right one.
+_UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -243,29 +204,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         sys.exit(app(args=list(arguments) if arguments is not None else None, standalone_mode=False) or 0)
     except QfluxError as error:
-        _complain(type(error).__name__, str(error))
+        complain(type(error).__name__, str(error))
         sys.exit(2)
     except OSError as error:
         if error.filename is None:
             raise
-        _complain("OSError", f"{error.filename}: {error.strerror}\n  → check the path, its permissions and free space.")
+        complain("OSError", f"{error.filename}: {error.strerror}\n  → check the path, its permissions and free space.")
         sys.exit(2)
-    except ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (Interrupted, KeyboardInterrupt, Abort) as error:
-        _complain("interrupted", f"{error or 'nothing is lost'}; run the same command again to go on.")
+    except _UsageError as error:
+        if type(error).__name__ != "NoArgsIsHelpError":  # which has printed the help already
+            error.show()  # type: ignore[attr-defined]
+        sys.exit(2)
+    except (Interrupted, KeyboardInterrupt, typer.Abort) as error:
+        complain("interrupted", f"{error or 'nothing is lost'}; run the same command again to go on.")
         sys.exit(130)
-
-
-def _say(text: str) -> None:
-    """A line as it is: paths may hold brackets, and must not be broken."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _complain(kind: str, text: str) -> None:
-    errors.print(f"[bold red]{kind}[/]: ", end="")
-    errors.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _set_up_logging() -> None:
@@ -275,7 +227,3 @@ def _set_up_logging() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     handler = RichHandler(console=errors, show_time=False, show_path=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
-
-
-if __name__ == "__main__":
-    main()

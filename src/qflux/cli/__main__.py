@@ -1,0 +1,5 @@
+"""`python -m qflux.cli` is `qflux`."""
+
+from qflux.cli import main
+
+main()

@@ -1,0 +1,181 @@
+"""`qflux cache` and what looks after a cache: verify, gc, migrate, stats."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from qflux.cli.terminal import Overrides, amount, console, progress_bar, say, trainer_of
+from qflux.errors import CacheError, ConfigError
+
+if TYPE_CHECKING:
+    from qflux.data.cache import EmbeddingCacheManager
+    from qflux.training.fill import Estimate
+
+cache_app = typer.Typer(invoke_without_command=True, no_args_is_help=True)
+
+MaybeConfig = Annotated[Path | None, typer.Option("--config", help="A YAML file; its cache is meant.")]
+Folder = Annotated[Path | None, typer.Option("--path", help="A cache folder, instead of a config.")]
+
+
+@cache_app.callback()
+def cache(context: typer.Context, config: MaybeConfig = None, set_: Overrides = None) -> None:
+    """Encode prompts and images once, so that training loads neither.
+
+    Run it again after a change or an interruption: only what is missing is made. Several processes may share the work:
+    torchrun --nproc-per-node 8 -m qflux.cli cache --config FILE
+    """
+    if context.invoked_subcommand:
+        if config or set_:
+            raise ConfigError("--config and --set stand behind the name of the command", "cache verify --config FILE.")
+        return
+    if config is None:
+        raise ConfigError("--config is missing", "qflux cache --config recipes/flux-kontext.yaml")
+    from qflux.training.fill import Listener  # noqa: PLC0415
+
+    trainer = trainer_of(config, set_)
+    with progress_bar() as bar:
+        task = bar.add_task("cache", total=None, note="entries")
+        listener = Listener(_announce, lambda done, total: bar.update(task, completed=done, total=total))
+        report = trainer.cache(listener)
+    parts = [f"{report.new_entries} entries new ({amount(report.new_bytes)})", f"{report.reused_entries} reused"]
+    parts += [f"{report.cut} prompts cut"] if report.cut else []
+    parts += [f"{len(report.skipped)} skipped"] if report.skipped else []
+    process = f"process {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    say(f"{process}{report.samples} samples in {trainer.store.root}: {', '.join(parts)}, {report.seconds:.1f} s.")
+
+
+def _announce(estimate: Estimate) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        kinds = f"{estimate.prompts} prompts, {estimate.images} images, {estimate.masks} masks"
+        say(f"to make: {kinds}; about {amount(estimate.bytes)}, {amount(estimate.free)} are free.")
+
+
+@cache_app.command()
+def verify(
+    config: MaybeConfig = None,
+    path: Folder = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Remove what is broken; `cache` makes it again.")] = False,
+    set_: Overrides = None,
+) -> None:
+    """Check every file of a cache against its checksum. Exit code 2 if something is broken and stays."""
+    from qflux.data.claims import Claims  # noqa: PLC0415
+    from qflux.data.upkeep import verify as check  # noqa: PLC0415
+
+    store = _store(config, path, set_)
+    with progress_bar() as bar:
+        task = bar.add_task("verify", total=None, note="entries")
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        if repair:
+            claims = Claims(store.root)
+            try:
+                with claims.alone():
+                    found = check(store, True, progress)
+            finally:
+                claims.close()
+        else:
+            found = check(store, False, progress)
+    for file, fault in found.broken.items():
+        say(f"{file}: {fault}")
+    say(f"{found.entries} entries ({amount(found.bytes)}) of {found.samples} samples: {len(found.broken)} broken.")
+    if repair and found.removed:
+        say(f"{found.removed} files removed; `qflux cache` makes them again.")
+    elif found.broken:
+        raise CacheError(f"{len(found.broken)} files of {store.root} are broken", "run it again with --repair.")
+
+
+@cache_app.command()
+def gc(
+    config: Annotated[list[Path], typer.Option("--config", help="A config whose data stay; repeat for several.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    set_: Overrides = None,
+) -> None:
+    """Remove what no data set of these configs refers to."""
+    from qflux.data.claims import Claims  # noqa: PLC0415
+    from qflux.data.upkeep import collect  # noqa: PLC0415
+    from qflux.training.encode import plan_samples  # noqa: PLC0415
+
+    trainers = [trainer_of(file, set_) for file in config]
+    roots = {trainer.store.root.resolve() for trainer in trainers}
+    if len(roots) > 1:
+        raise ConfigError(
+            f"these configs have {len(roots)} caches: {', '.join(map(str, sorted(roots)))}", "one at a time."
+        )
+    store = _existing(trainers[0].store)
+    wanted = {
+        sample.keys.key
+        for trainer in trainers
+        for sample in plan_samples(trainer.config, trainer.family, trainer.store).from_images
+    }
+    claims = Claims(store.root)
+    try:
+        with claims.alone():
+            found = collect(store, wanted, dry_run)
+    finally:
+        claims.close()
+    verb = "would go" if dry_run else "removed"
+    say(f"{len(found.files)} files {verb} ({amount(found.bytes)}); {found.kept} entries of {len(wanted)} samples stay.")
+
+
+@cache_app.command()
+def migrate(
+    old: Annotated[Path, typer.Argument(help="A folder with torch files of format 1.0 or 2.0; it is only read.")],
+    new: Annotated[Path, typer.Argument(help="The folder of the new cache.")],
+    default_size: Annotated[
+        str | None, typer.Option(help="HEIGHTxWIDTH in pixels, for 1.0 files that do not say theirs.")
+    ] = None,
+) -> None:
+    """Rewrite an old cache in today's format. Train on the result with a source of type cache."""
+    from qflux.config import load_config  # noqa: PLC0415
+    from qflux.data.migrate import migrate as rewrite  # noqa: PLC0415
+
+    source: dict[str, object] = {"type": "cache", "path": str(old)}
+    if default_size:
+        source["default_size"] = [int(side) if side.isdigit() else side for side in default_size.lower().split("x")]
+    settings = load_config({"model": {"pretrained": "-"}, "data": {"sources": [source]}})
+    with progress_bar() as bar:
+        task = bar.add_task("migrate", total=None, note="samples")
+        result = rewrite(settings.data.sources[0], new, lambda d, t: bar.update(task, completed=d, total=t))  # type: ignore[arg-type]
+    for failure in result.failed:
+        say(failure)
+    say(f"{result.samples} samples in {new}: {result.new_entries} entries ({amount(result.bytes)}).")
+    if result.failed:
+        raise CacheError(f"{len(result.failed)} of {old} could not be migrated", "the others were; see above.")
+
+
+@cache_app.command()
+def stats(config: MaybeConfig = None, path: Folder = None, set_: Overrides = None) -> None:
+    """Say what a cache holds."""
+    from qflux.data.upkeep import stats as count  # noqa: PLC0415
+
+    store = _store(config, path, set_)
+    found = count(store)
+    table = Table("kind", "entries", "size", title=str(store.root), title_justify="left")
+    for kind, counted in found.kinds.items():
+        table.add_row(kind, f"{counted.files:,}", amount(counted.bytes))
+    table.add_row("all", f"{sum(k.files for k in found.kinds.values()):,}", amount(found.bytes))
+    console.print(table)
+    say(f"{found.samples} samples, {found.failed} that could not be encoded, {found.unused} entries without a sample.")
+
+
+def _store(config: Path | None, path: Path | None, overrides: list[str] | None) -> EmbeddingCacheManager:
+    from qflux.config import load_config  # noqa: PLC0415
+    from qflux.data.cache import EmbeddingCacheManager  # noqa: PLC0415
+
+    if (config is None) == (path is None):
+        raise ConfigError("either --config or --path says which cache is meant", "give one of them.")
+    folder = load_config(config, overrides or []).cache_dir if config else path
+    return _existing(EmbeddingCacheManager(Path(str(folder)).expanduser()))
+
+
+def _existing(store: EmbeddingCacheManager) -> EmbeddingCacheManager:
+    if not store.root.is_dir():
+        raise CacheError(f"there is no cache at {store.root}", "fill one with `qflux cache`.")
+    return store

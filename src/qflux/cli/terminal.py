@@ -1,0 +1,68 @@
+"""What all commands share: options, the console, progress bars."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from qflux.training.trainer import Trainer
+
+console = Console()
+errors = Console(stderr=True)
+
+ConfigFile = Annotated[Path, typer.Option("--config", help="A YAML file; recipes/ has one per family.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="path.to.key=value, replaces a value of the config.")
+]
+
+
+def trainer_of(config: Path, overrides: list[str] | None) -> Trainer:
+    """The trainer of a config file."""
+    from qflux.config import load_config  # noqa: PLC0415
+
+    settings = load_config(config, overrides or [])
+    from qflux.training.trainer import Trainer  # noqa: PLC0415  (imports torch: bad configs should fail fast)
+
+    return Trainer(settings)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A bar for the tasks added to it; of several processes only the first one shows it."""
+    columns = (
+        TextColumn("{task.description:8}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console, disable=os.environ.get("RANK", "0") != "0") as progress:
+        yield progress
+
+
+def say(text: str) -> None:
+    """A line as it is: paths may hold brackets, and must not be broken."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def complain(kind: str, text: str) -> None:
+    """An error as it is, on the error stream."""
+    errors.print(f"[bold red]{kind}[/]: ", end="")
+    errors.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def amount(count: float) -> str:
+    """A number of bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

@@ -1,0 +1,239 @@
+"""Caches of format 1.0 and 2.0: every variant loads, trains and migrates; what can't be is named with a remedy."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from qflux.cli import main
+from qflux.config import CacheSource, load_config
+from qflux.data.cache import EmbeddingCacheManager
+from qflux.data.encoded import WHOLE, Variant
+from qflux.data.migrate import migrate
+from qflux.data.stored import read_stored, read_torch
+from qflux.data.upkeep import verify
+from qflux.errors import CacheError, DataError
+from qflux.losses import map_mask_to_latent
+from qflux.training.trainer import Trainer
+
+
+def flux_file(height=64, width=96, controls=(), batch=True, **extra) -> dict:
+    """A sample as FLUX's old cache had it; `controls` are (height, width)."""
+    lead = (1,) if batch else ()
+    values = {
+        "prompt_embeds": torch.randn(*lead, 8, 32),
+        "pooled_prompt_embeds": torch.randn(*lead, 24),
+        "image_latents": torch.randn(*lead, height * width // 256, 64),
+    }
+    if controls:
+        tokens = sum(h * w // 256 for h, w in controls)
+        values["control_latents"] = torch.randn(*lead, tokens, 64)
+    return values | extra
+
+
+SIZE = {"height": 64, "width": 96}
+CONTROL = {"height_control": 32, "width_control": 48}
+VARIANTS = {
+    "height and width": (flux_file(**SIZE) | SIZE, [(1, 4, 6)]),
+    "without the axis of a batch": (flux_file(**SIZE, batch=False) | SIZE, [(1, 4, 6)]),
+    "sizes as tensors": (flux_file(**SIZE) | {k: torch.tensor([v]) for k, v in SIZE.items()}, [(1, 4, 6)]),
+    "a control": (flux_file(**SIZE, controls=[(32, 48)]) | SIZE | CONTROL, [(1, 4, 6), (1, 2, 3)]),
+    "a control of the target's size": (flux_file(**SIZE, controls=[(64, 96)]) | SIZE, [(1, 4, 6), (1, 4, 6)]),
+    "further controls": (
+        flux_file(**SIZE, controls=[(32, 48), (64, 64)])
+        | SIZE | CONTROL | {"height_control_1": 64, "width_control_1": 64, "n_controls": 2},
+        [(1, 4, 6), (1, 2, 3), (1, 4, 4)],
+    ),
+    "further controls without a size": (
+        flux_file(**SIZE, controls=[(32, 48), (32, 48)]) | SIZE | CONTROL | {"n_controls": [1]},
+        [(1, 4, 6), (1, 2, 3), (1, 2, 3)],
+    ),
+    "controls in tensors of their own": (
+        flux_file(**SIZE, controls=[(32, 48)]) | SIZE | CONTROL
+        | {"control_latents_1": torch.randn(1, 16, 64), "height_control_1": 64, "width_control_1": 64},
+        [(1, 4, 6), (1, 2, 3), (1, 4, 4)],
+    ),
+    "version 1.0 in words": (flux_file(**SIZE) | SIZE | {"version": "1.0"}, [(1, 4, 6)]),
+    "version 2.0": (
+        flux_file(**SIZE, controls=[(32, 48)])
+        | {"version": "2.0", "img_shapes": torch.tensor([(1, 4, 6), (1, 2, 3)]), "n_controls": 1},
+        [(1, 4, 6), (1, 2, 3)],
+    ),
+    "version 2.0, shapes in a list": (
+        flux_file(**SIZE) | {"version": "2.0", "img_shapes": [[(1, 4, 6)]]}, [(1, 4, 6)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_loads_with_its_shapes(tmp_path, name):
+    values, shapes = VARIANTS[name]
+    torch.save(values, tmp_path / "a.pt")
+    encoded, _ = read_torch(tmp_path / "a.pt")
+    assert list(encoded.img_shapes) == shapes
+    assert torch.equal(encoded.latents[0], values["image_latents"].reshape(-1, 64))
+    assert [len(latents) for latents in encoded.latents] == [h * w for _, h, w in shapes]
+    assert torch.equal(encoded.text.tokens, values["prompt_embeds"].reshape(-1, 32))
+    assert torch.equal(encoded.text.pooled, values["pooled_prompt_embeds"].reshape(-1))
+
+
+def test_configured_defaults_stand_in_for_missing_sizes(tmp_path):
+    torch.save(flux_file(64, 96, controls=[(64, 96)]), tmp_path / "a.pt")
+    with pytest.raises(CacheError, match=r"a\.pt is of format 1\.0 and does not say its height(.|\n)*default_size"):
+        read_torch(tmp_path / "a.pt")
+    encoded, _ = read_torch(tmp_path / "a.pt", (64, 96))
+    assert encoded.img_shapes == ((1, 4, 6), (1, 4, 6))
+
+
+def test_padded_qwen_text_keeps_its_valid_tokens(tmp_path):
+    values = flux_file(**SIZE) | SIZE | {"prompt_embeds_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])}
+    del values["pooled_prompt_embeds"]
+    torch.save(values, tmp_path / "a.pt")
+    encoded, _ = read_torch(tmp_path / "a.pt")
+    assert torch.equal(encoded.text.tokens, values["prompt_embeds"][0, :5])
+    assert encoded.text.pooled is None
+
+
+@pytest.mark.parametrize("form", ["pixels", "bytes", "batch of pixels", "tokens"])
+def test_a_mask_in_pixels_is_brought_to_token_space(tmp_path, form):
+    pixels = (torch.rand(64, 96) > 0.6).float()
+    tokens = map_mask_to_latent(pixels[None])[0]
+    mask = {"pixels": pixels, "bytes": (pixels * 255).byte(), "batch of pixels": pixels[None], "tokens": tokens}[form]
+    torch.save(flux_file(**SIZE) | SIZE | {"mask": mask}, tmp_path / "a.pt")
+    encoded, _ = read_torch(tmp_path / "a.pt")
+    assert torch.allclose(encoded.mask, tokens)
+
+
+def test_the_empty_prompt_serves_caption_dropout(tmp_path):
+    torch.save(flux_file(**SIZE) | SIZE | {"empty_prompt_embeds": torch.zeros(1, 8, 32)}, tmp_path / "a.pt")
+    (sample,), _ = read_stored(CacheSource(type="cache", path=tmp_path))
+    assert sample.variants == (WHOLE, Variant(caption=False))
+    assert torch.equal(sample.load(Variant(caption=False)).text.tokens, torch.zeros(8, 32))
+
+
+class Exploit:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/qflux_was_exploited",)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (flux_file(**SIZE) | SIZE | {"version": "3.0"}, "is of format 3.0; 1.0 and 2.0 can be read"),
+        (flux_file(**SIZE) | {"version": "2.0"}, "is not a sample of format 2.0"),
+        (flux_file(**SIZE) | {"height": 48, "width": 48}, "do not fit the shapes"),
+        (flux_file(**SIZE, controls=[(32, 48)]) | SIZE | {"height_control": 64, "width_control": 64}, "do not make 6"),
+        ({"prompt_embeds": torch.zeros(8, 32)}, "has no image_latents"),
+        (flux_file(**SIZE) | SIZE | {"prompt_embeds": torch.zeros(2, 8, 32)}, "a batch of 2 samples"),
+        (flux_file(**SIZE) | SIZE | {"mask": torch.zeros(10, 10)}, "fits neither"),
+        (flux_file(**SIZE) | SIZE | {"image_latents": "x"}, "where a tensor should be"),
+        ([1, 2], "holds a list"),
+        (flux_file(**SIZE) | SIZE | {"note": Exploit()}, "can't be read as tensors"),
+    ],
+    ids=lambda value: value[:20] if isinstance(value, str) else "",
+)
+def test_what_can_not_be_loaded_names_file_and_remedy(tmp_path, values, problem):
+    marker = Path("/tmp/qflux_was_exploited")
+    marker.unlink(missing_ok=True)
+    torch.save(values, tmp_path / "old.pt")
+    with pytest.raises(CacheError) as error:
+        read_torch(tmp_path / "old.pt")
+    assert "old.pt" in error.value.problem
+    assert problem in error.value.problem
+    assert "qflux cache" in error.value.remedy
+    assert not marker.exists(), "code in a pickle was run"
+
+
+def test_bytes_that_are_no_torch_file_are_an_error(tmp_path):
+    for content in (b"", b"PK\x03\x04 not really", b"\x80\x04."):
+        (tmp_path / "old.pt").write_bytes(content)
+        with pytest.raises(CacheError, match=r"old\.pt can't be read as tensors"):
+            read_torch(tmp_path / "old.pt")
+
+
+@pytest.fixture
+def old_cache(tmp_path) -> Path:
+    folder = tmp_path / "old"
+    folder.mkdir()
+    for number, (values, _) in enumerate(VARIANTS.values()):
+        torch.save(values, folder / f"{number}.pt")
+    return folder
+
+
+def training_config(checkpoint, tmp_path, sources, *overrides):
+    return load_config(
+        {
+            "output_dir": str(tmp_path / "runs"),
+            "model": {"pretrained": str(checkpoint), "dtype": "float32", "device": "cpu", "max_sequence_length": 64},
+            "data": {"sources": sources, "batch_size": 4, "processor": {"target_pixels": 96 * 96}},
+            "train": {"num_epochs": 1, "gradient_checkpointing": False},
+        },
+        overrides,
+    )
+
+
+def test_old_files_train_together_with_images_and_with_each_other(checkpoint, data_set, old_cache, tmp_path):
+    sources = [{"path": str(data_set)}, {"type": "cache", "path": str(old_cache)}]
+    settings = training_config(checkpoint, tmp_path, sources)
+    Trainer(settings).cache()
+    result = Trainer(settings).fit()
+    assert result.coverage.trained == 12 + len(VARIANTS)
+
+
+def test_a_cache_alone_trains_without_any_image(checkpoint, cache, tmp_path):
+    settings = training_config(
+        checkpoint, tmp_path, [{"type": "cache", "path": str(cache)}], "data.held_out={count: 2}"
+    )
+    planned = Trainer(settings).samples()
+    assert (len(planned.training), len(planned.held_out)) == (10, 2)
+    assert Trainer(settings).fit().coverage.trained == 10
+
+
+def test_old_files_of_another_model_are_refused(checkpoint, tmp_path):
+    (tmp_path / "old").mkdir()
+    torch.save(flux_file(**SIZE) | SIZE | {"prompt_embeds": torch.zeros(8, 99)}, tmp_path / "old/a.pt")
+    settings = training_config(checkpoint, tmp_path, [{"type": "cache", "path": str(tmp_path / "old")}])
+    with pytest.raises(CacheError, match=r"a\.pt: text tokens of 99 channels; the transformer takes 32"):
+        Trainer(settings).fit()
+
+
+def test_dropout_that_old_files_can_not_serve_is_refused(checkpoint, old_cache, tmp_path):
+    settings = training_config(
+        checkpoint, tmp_path, [{"type": "cache", "path": str(old_cache)}], "train.caption_dropout=0.1"
+    )
+    with pytest.raises(CacheError, match=r"\.pt: no embedding without caption is stored"):
+        Trainer(settings).fit()
+
+
+def test_migration_writes_a_new_folder_and_leaves_the_old_one_alone(old_cache, tmp_path, capsys):
+    torch.save({"version": "9"}, old_cache / "bad.pt")
+    before = {path.name: path.read_bytes() for path in old_cache.iterdir()}
+    with pytest.raises(SystemExit) as ended:
+        main(["cache", "migrate", str(old_cache), str(tmp_path / "new")])
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert "bad.pt is of format 9" in printed.out
+    assert f"{len(VARIANTS)} samples in" in printed.out
+    assert {path.name: path.read_bytes() for path in old_cache.iterdir()} == before
+
+    (old_cache / "bad.pt").unlink()
+    assert migrate(CacheSource(type="cache", path=old_cache), tmp_path / "new").new_entries == 0
+    assert not verify(EmbeddingCacheManager(tmp_path / "new")).broken
+    old, _ = read_stored(CacheSource(type="cache", path=old_cache))
+    new, _ = read_stored(CacheSource(type="cache", path=tmp_path / "new"))
+    by_id = {sample.id: sample.load(WHOLE) for sample in new}
+    assert len(by_id) == len(old) == len(VARIANTS)
+    for sample in old:
+        first, second = sample.load(WHOLE), by_id[sample.id]
+        assert first.img_shapes == second.img_shapes
+        for a, b in zip((first.text.tokens, *first.latents), (second.text.tokens, *second.latents), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_migrating_into_the_old_folder_is_refused(old_cache):
+    for target in (old_cache, old_cache / "new"):
+        with pytest.raises(DataError, match="lies in the old one"):
+            migrate(CacheSource(type="cache", path=old_cache), target)
