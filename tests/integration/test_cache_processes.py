@@ -43,7 +43,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def settings(data, checkpoint, tmp_path):
-    def make(cache: str | Path) -> Config:
+    def make(cache: str | Path, data: Path = data) -> Config:
         return load_config(
             {
                 "output_dir": str(tmp_path / "runs"),
@@ -182,11 +182,11 @@ def test_torchrun_shares_the_work(settings, tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 600 kB."""
+    """A disk of 200 kB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", folder], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", folder], capture_output=True, check=False
     )
     if mounted.returncode:
         pytest.skip("a disk can't be mounted here")
@@ -200,8 +200,8 @@ def run(*arguments: object) -> int:
     return int(ended.value.code)
 
 
-def test_a_full_disk_is_an_error_that_keeps_what_is_done(settings, small_disk, tmp_path, monkeypatch, capsys):
-    full = settings(small_disk / "cache")
+def test_a_full_disk_is_an_error_that_keeps_what_is_done(settings, data_set, small_disk, tmp_path, monkeypatch, capsys):
+    full = settings(small_disk / "cache", data_set)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(full.dump()))
     command = ("cache", "--config", tmp_path / "config.yaml")
     assert run(*command) == 2
@@ -219,9 +219,9 @@ def test_a_full_disk_is_an_error_that_keeps_what_is_done(settings, small_disk, t
     assert Trainer(full).cache().reused_entries == entry_count(full.cache_dir) > done
 
 
-def test_a_read_only_cache_trains_and_refuses_to_grow(settings, small_disk, tmp_path, capsys):
+def test_a_read_only_cache_trains_and_refuses_to_grow(settings, data_set, small_disk, tmp_path, capsys):
     subprocess.run(["mount", "-o", "remount,size=100m", small_disk], check=True)
-    locked = settings(small_disk / "cache")
+    locked = settings(small_disk / "cache", data_set)
     Trainer(locked).cache()
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     try:
