@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
 from qflux.config import load_config
+from qflux.data.plan import EpochPlan
+from qflux.errors import CheckpointError, Interrupted
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
 from qflux.training.feed import Feed, training_plan
@@ -68,3 +72,50 @@ def test_every_sample_of_a_token_budget_trains(config):
 def test_a_sample_beyond_the_token_budget_is_named(config):
     with pytest.raises(Exception, match=r"samples are larger than data.max_tokens 150: .*\(\d+ tokens\)"):
         Trainer(config("data.batch_size=null", "data.max_tokens=150")).fit()
+
+
+def test_a_resumed_run_plans_no_epoch_of_the_past(config, monkeypatch):
+    overrides = ["data.batch_size=null", "data.max_tokens=900", "train.max_train_steps=null", "train.num_epochs=3"]
+    settings = config(*overrides, "train.checkpoint_every=1")
+    total = None
+
+    def stop(report) -> None:
+        nonlocal total
+        total = report.total_steps
+        if report.epoch == 2:
+            raise Interrupted("enough")
+
+    with pytest.raises(Interrupted):
+        Trainer(settings).fit(stop)
+    planned = []
+    original = EpochPlan.__init__
+
+    def remember(self, *arguments, epoch, **options):
+        planned.append(epoch)
+        original(self, *arguments, epoch=epoch, **options)
+
+    monkeypatch.setattr(EpochPlan, "__init__", remember)
+    assert Trainer(settings).fit().steps == total
+    assert set(planned) == {2}
+
+
+def test_class_images_count_by_their_weight_in_training(config, data_set, tmp_path):
+    shutil.copytree(data_set, tmp_path / "class")
+    sources = f"data.class_sources=[{{path: {tmp_path / 'class'}}}]"
+    overrides = [f"cache.path={tmp_path / 'cache'}", "train.max_train_steps=1", "data.batch_size=24"]
+    Trainer(config(sources, *overrides)).cache()
+    losses = {
+        weight: Trainer(config(sources, *overrides, f"loss.prior_weight={weight}", f"run_name=w{i}")).fit().first_loss
+        for i, weight in enumerate((0.0, 1.0, 2.0))
+    }
+    assert losses[0.0] < losses[1.0] < losses[2.0]
+    assert losses[2.0] - losses[1.0] == pytest.approx(losses[1.0] - losses[0.0], rel=1e-4)
+
+
+def test_a_run_does_not_go_on_with_other_rates(config, data_set):
+    def settings(repeats: int):
+        return config("data.path=null", f"data.sources=[{{path: {data_set}, repeats: {repeats}}}]")
+
+    Trainer(settings(1)).fit()
+    with pytest.raises(CheckpointError, match="belongs to another configuration"):
+        Trainer(settings(2)).fit()

@@ -306,10 +306,26 @@ def test_batches_of_one_size_are_encoded_together_and_agree_to_rounding(project,
             assert torch.allclose(a, b, atol=1e-5)
 
 
+def test_a_failure_counts_only_under_the_settings_it_happened_with(project, tmp_path):
+    (tmp_path / "data/training_images/scene_003.txt").write_text("word " * 60)
+    Trainer(project("data.on_bad_sample=skip")).cache()
+    assert len(Trainer(project("data.on_bad_sample=skip")).samples().training) == 11
+    with pytest.raises(CacheError, match=r"1 of 12 samples are not in the cache(.|\n)*scene_003: text missing"):
+        Trainer(project("data.on_bad_sample=skip", "model.on_long_prompt=truncate")).samples()
+
+
+def test_a_data_set_of_which_nothing_can_be_encoded_is_an_error_not_a_loop(project, tmp_path):
+    for path in (tmp_path / "data/training_images").glob("*.txt"):
+        path.write_text("word " * 60)
+    assert Trainer(project("data.on_bad_sample=skip")).cache().samples == 0
+    with pytest.raises(DataError, match="no usable sample: all 12 could not be encoded"):
+        Trainer(project("data.on_bad_sample=skip")).fit()
+
+
 def test_one_bad_prompt_in_a_batch_does_not_take_the_others_with_it(project, tmp_path):
     (tmp_path / "data/training_images/scene_003.txt").write_text("word " * 60)
     report = Trainer(project("cache.batch_size=8", "data.on_bad_sample=skip")).cache()
-    assert list(report.failed) == ["scene_003"]
+    assert [failure.split(":")[0] for failure in report.failed] == ["scene_003"]
     assert report.samples == 11
 
 

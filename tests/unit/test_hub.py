@@ -116,9 +116,9 @@ def test_bad_rows_are_named_and_the_others_stay(tmp_path):
     listing = read_source(source(save_parquet(table, tmp_path)))
     problems = [str(fault) for fault in listing.faults]
     assert len(problems) == 3
-    assert "train.parquet[0]: 0 target images" in problems[0]
-    assert "train.parquet[1]: control_images has a gap" in problems[1]
-    assert "train.parquet[2]: prompt is empty" in problems[2]
+    assert "train.parquet[train][0]: 0 target images" in problems[0]
+    assert "train.parquet[train][1]: control_images has a gap" in problems[1]
+    assert "train.parquet[train][2]: prompt is empty" in problems[2]
     (broken,) = FileIndex(tmp_path / "index").facts(listing.examples[0].controls)
     assert isinstance(broken, DataError)
     assert "row 3, control_images 0 can't be read as an image" in str(broken)
@@ -137,3 +137,39 @@ def test_without_the_package_the_error_says_how_to_install_it(monkeypatch, tmp_p
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(DataError, match=r"pip install 'qflux\[datasets\]'"):
         read_source(source(tmp_path))
+
+
+def test_a_folder_of_parquet_files_keeps_its_splits(table, tmp_path):
+    (tmp_path / "data").mkdir()
+    table.select([0, 1]).to_parquet(str(tmp_path / "data/train-00000-of-00002.parquet"))
+    table.select([2]).to_parquet(str(tmp_path / "data/train-00001-of-00002.parquet"))
+    table.select([3]).to_parquet(str(tmp_path / "data/test-00000-of-00001.parquet"))
+    for split, prompts in (("train", ["one", "two", "three"]), ("test", ["four"])):
+        listing = read_source(source(tmp_path / "data", split=split))
+        assert [example.prompt for example in listing.examples] == prompts
+        assert read_facts(listing.examples[0].target).width == (32 if split == "train" else 80)
+
+
+def test_lists_of_fixed_length_are_lists(tmp_path):
+    (tmp_path / "data").mkdir()
+    image = {"bytes": png(), "path": None}
+    table = datasets.Dataset.from_dict(
+        {"target_image": [image], "control_images": [[image, image]], "prompt": ["x"]},
+        features=datasets.Features(
+            target_image=datasets.Image(),
+            control_images=datasets.List(datasets.Image(), length=2),
+            prompt=datasets.Value("string"),
+        ),
+    )
+    (example,) = read_source(source(save_parquet(table, tmp_path))).examples
+    assert [read_facts(image).size for image in example.controls] == [(32, 16)] * 2
+
+
+def test_columns_of_the_wrong_kind_are_errors(tmp_path):
+    (tmp_path / "data").mkdir()
+    table = datasets.Dataset.from_dict({"target_image": [png()], "prompt": [["a", "b"]]})
+    with pytest.raises(DataError, match="not text"):
+        read_source(source(save_parquet(table, tmp_path)))
+    table = datasets.Dataset.from_dict({"target_image": [3], "prompt": ["a"]})
+    with pytest.raises(DataError, match="holds no images"):
+        read_source(source(save_parquet(table, tmp_path)))

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
 from PIL import Image
 
-from qflux.data.images import ImageFacts, ImageFile, read_facts
+from qflux.data.images import ImageFacts, ImageFile, load_rgb, read_facts
 from qflux.data.index import FileIndex, in_parallel
 from qflux.errors import DataError
 
@@ -109,3 +110,35 @@ def path_lines(folder) -> list[str]:
 
 def test_parallel_work_keeps_the_order_of_any_number_of_items():
     assert list(in_parallel(lambda x: x * x, range(4500))) == [x * x for x in range(4500)]
+
+
+def test_damaged_metadata_and_impossible_paths_are_errors_of_their_own(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (30, 10)).save(tmp_path / "a.jpg", exif=exif)
+    data = bytearray((tmp_path / "a.jpg").read_bytes())
+    for place in range(20, 60):
+        changed = bytearray(data)
+        changed[place] ^= 0xFF
+        (tmp_path / "b.jpg").write_bytes(changed)
+        for found in FileIndex(tmp_path / "i").facts([ImageFile(tmp_path / "b.jpg"), ImageFile(tmp_path / "x\0y")]):
+            assert isinstance(found, ImageFacts | DataError)
+        with contextlib.suppress(DataError):
+            load_rgb(ImageFile(tmp_path / "b.jpg"))
+
+
+@pytest.mark.parametrize("kind", ["Raw profile type exif", "XML:com.adobe.xmp"])
+def test_orientation_hidden_in_png_text_is_seen(tmp_path, kind):
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    if kind.startswith("Raw"):
+        raw = b"Exif\0\0" + exif.tobytes().removeprefix(b"Exif\0\0")
+        info.add_text(kind, f"\nexif\n{len(raw):8}\n{raw.hex()}\n", zip=True)
+    else:
+        info.add_itxt(kind, '<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>')
+    Image.new("RGB", (30, 10)).save(tmp_path / "a.png", pnginfo=info)
+    image = ImageFile(tmp_path / "a.png")
+    assert read_facts(image).size == load_rgb(image).size == (10, 30)

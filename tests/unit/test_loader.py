@@ -72,10 +72,10 @@ def test_a_bad_entry_while_training_names_the_sample(config, monkeypatch):
     victim = trainer.samples().training[7]
     original = trainer.store.load
 
-    def load(keys):
+    def load(keys, variant):
         if keys.id == victim.id:
             raise MemoryError("no room")
-        return original(keys)
+        return original(keys, variant)
 
     monkeypatch.setattr(trainer.store, "load", load)
     with pytest.raises(Exception, match=rf"sample {victim.example.name} can't be read: MemoryError: no room"):

@@ -185,3 +185,27 @@ def test_max_train_steps_wins_over_epochs():
     assert plan.total_steps(None, 2) == 6
     assert plan.total_steps(5, 2) == 5
     assert plan.locate(4) == (1, 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=token_lists, batching=batchings(), epoch=st.integers(0, 6), rate=st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.0])
+)
+def test_rates_hold_on_any_number_of_ranks(tokens, batching, epoch, rate):
+    counts = seen(list(EpochPlan(tokens, batching, 0, epoch, [rate] * len(tokens))))
+    alone = seen(list(EpochPlan(tokens, Batching(1), 0, epoch, [rate] * len(tokens))))
+    assert counts == alone
+
+
+def test_the_costliest_samples_of_a_step_go_to_different_ranks():
+    random = np.random.default_rng(1)
+    tokens = np.exp(random.normal(7.5, 0.9, 512)).astype(int)
+    plan = EpochPlan(tokens, Batching(4, accumulation=2, world_size=8))
+
+    def excess(step: PlannedStep, rounds: range) -> float:
+        loads = [sum(cost_of(tokens[[v.sample for v in rank[i]]]).sum() for i in rounds) for rank in step.ranks]
+        return max(loads) / (sum(loads) / len(loads)) - 1
+
+    by_chance = np.array([cost_of(tokens[i : i + 64]).reshape(8, 8).sum(1) for i in range(0, 512, 64)])
+    assert np.mean([excess(step, range(2)) for step in plan]) < 0.3 * (by_chance.max(1) / by_chance.mean(1) - 1).mean()
+    assert np.mean([excess(step, range(1)) for step in plan]) < 0.5, "and every round is balanced by itself"

@@ -52,7 +52,7 @@ def test_equal_samples_become_one_that_trains_as_often_as_all(gathered, data_set
     assert "12 samples are equal to another one" in " ".join(result.notes)
 
 
-@pytest.mark.parametrize(("setting", "count"), [("{count: 3}", 3), ("{fraction: 0.25}", 3), ("{fraction: 0.01}", 1)])
+@pytest.mark.parametrize(("setting", "count"), [("{count: 3}", 3), ("{fraction: 0.01}", 1)])
 def test_held_out_samples_are_set_apart_whatever_the_seed(gathered, setting, count):
     everything = ids(gathered().training)
     result = gathered(f"data.held_out={setting}")
@@ -74,9 +74,33 @@ def test_a_separate_validation_source_is_used_and_a_leak_is_mentioned(gathered, 
     assert "11 held-out samples are also trained on" in " ".join(result.notes)
 
 
-def test_holding_out_everything_is_refused(gathered):
-    with pytest.raises(DataError, match="takes 12 of 12 samples"):
-        gathered("data.held_out={count: 12}")
+def test_a_fraction_is_about_that_much_and_adding_data_moves_no_sample(gathered, data_set, tmp_path):
+    shutil.copytree(data_set, tmp_path / "more")
+    for number in range(200):
+        Image.new("RGB", (32, 32), (number, 0, 0)).save(tmp_path / f"more/training_images/n{number}.png")
+        (tmp_path / f"more/training_images/n{number}.txt").write_text("x")
+    few = gathered("data.held_out={fraction: 0.3}")
+    many = gathered("data.held_out={fraction: 0.3}", f"data.path={tmp_path / 'more'}")
+    assert set(ids(few.held_out)) <= set(ids(many.held_out))
+    assert set(ids(few.training)) <= set(ids(many.training))
+    assert 40 < len(many.held_out) < 90
+
+
+@pytest.mark.parametrize("policy", ["error", "skip"])
+def test_what_is_wrong_with_the_config_can_not_be_skipped(gathered, config, data_set, tmp_path, policy):
+    for overrides, problem in (
+        (["data.held_out={count: 12}"], "it takes 12 of 12 samples"),
+        (["data.path=null", f"data.sources=[{{path: {data_set}}}, {{path: {tmp_path / 'gone'}}}]"], "no folder"),
+    ):
+        overrides.append(f"data.on_bad_sample={policy}")
+        with pytest.raises(DataError, match=problem):
+            require_usable(gathered(*overrides), config(*overrides).data)
+
+
+def test_a_class_image_equal_to_a_sample_has_noise_of_its_own(gathered, data_set):
+    result = gathered(f"data.class_sources=[{{path: {data_set}}}]", "data.held_out={count: 2}")
+    assert len(set(ids(result.training))) == len(result.training) == 22
+    assert "2 class images are held-out samples as well" in " ".join(result.notes)
 
 
 def test_class_images_are_marked_and_never_held_out(gathered, data_set, tmp_path):

@@ -129,3 +129,14 @@ def test_prompts_from_other_systems_are_read(folder):
     (folder / "training_images/a.txt").unlink()
     (folder / "training_images/a.TXT").write_bytes(b"\xef\xbb\xbfmake it red\r\n")
     assert read_folder(folder).examples[0].prompt == "make it red"
+
+
+def test_what_is_unclear_about_a_sample_leaves_it_out(folder):
+    """Skipping a fault must not mean training without what was meant."""
+    Image.new("RGB", (16, 16)).save(folder / "control_images/A_control_1.png")
+    assert [example.name for example in read_folder(folder).examples] == ["b"]
+    (folder / "control_images/A_control_1.png").unlink()
+    Image.new("RGB", (16, 16)).save(folder / "control_images/b_control_01.png")
+    assert [example.name for example in read_folder(folder).examples] == ["a"]
+    Image.new("RGB", (16, 16)).save(folder / "training_images/a.jpg")
+    assert read_folder(folder).examples == []

@@ -26,7 +26,7 @@ def jsonl_source(folder, *rows, **options) -> JsonlSource:
 def test_a_csv_row_is_a_sample_with_paths_relative_to_the_file(tmp_path):
     listing = read_source(csv_source(tmp_path, HEADER + 't.png,c.png,d.png,"red, please",m.png\n/abs/t.png,,,plain,\n'))
     first, second = listing.examples
-    assert (first.name, first.prompt) == ("table.csv:2", "red, please")
+    assert (first.name, first.prompt) == (f"{tmp_path.name}/table.csv:2", "red, please")
     assert [image.path for image in first.images] == [tmp_path / name for name in ("t.png", "c.png", "d.png")]
     assert first.mask.path == tmp_path / "m.png"
     assert (str(second.target.path), second.controls, second.mask) == ("/abs/t.png", (), None)
@@ -37,7 +37,7 @@ def test_jsonl_has_the_same_fields(tmp_path):
     row = {"path_target": "t.png", "path_control": "c.png", "path_control_1": "d.png", "prompt": "x", "path_mask": None}
     (example,) = read_source(jsonl_source(tmp_path, row, "")).examples
     assert [image.path.name for image in example.images] == ["t.png", "c.png", "d.png"]
-    assert (example.name, example.mask) == ("table.jsonl:1", None)
+    assert (example.name, example.mask) == (f"{tmp_path.name}/table.jsonl:1", None)
 
 
 def test_columns_and_root_can_be_mapped(tmp_path):
@@ -58,7 +58,7 @@ def test_columns_and_root_can_be_mapped(tmp_path):
 )
 def test_a_bad_row_is_named_and_the_others_stay(tmp_path, row, problem):
     listing = read_source(csv_source(tmp_path, f"{HEADER}{row}\ngood,,,prompt,\n"))
-    assert [str(fault) for fault in listing.faults] == [f"table.csv:2: {problem}"]
+    assert [str(fault) for fault in listing.faults] == [f"{tmp_path.name}/table.csv:2: {problem}"]
     assert len(listing.examples) == 1
 
 
@@ -72,7 +72,7 @@ def test_a_bad_row_is_named_and_the_others_stay(tmp_path, row, problem):
 )
 def test_a_bad_json_line_is_named_and_the_others_stay(tmp_path, line, problem):
     listing = read_source(jsonl_source(tmp_path, {"path_target": "t", "prompt": "p"}, line))
-    assert str(listing.faults[0]).startswith(f"table.jsonl:2: {problem}")
+    assert str(listing.faults[0]).startswith(f"{tmp_path.name}/table.jsonl:2: {problem}")
     assert len(listing.examples) == 1
 
 
@@ -113,5 +113,37 @@ def test_a_row_whose_file_is_missing_is_a_fault_of_that_row(tmp_path, config):
     gathered = gather(data, get_family("flux-kontext"), FileIndex(tmp_path / "index"))
     assert len(gathered.training) == 1
     assert [str(fault) for fault in gathered.faults] == [
-        f"table.csv:3: {tmp_path / 'gone.png'} can't be read as an image: No such file or directory"
+        f"{tmp_path.name}/table.csv:3: {tmp_path / 'gone.png'} can't be read as an image: No such file or directory"
     ]
+
+
+def test_a_comma_without_quotes_is_a_fault_not_a_shorter_prompt(tmp_path):
+    listing = read_source(csv_source(tmp_path, "path_target,prompt\nt.png,make it red, and keep the sky\nt.png,fine\n"))
+    assert "a text with a comma needs quotes" in str(listing.faults[0])
+    assert [example.prompt for example in listing.examples] == ["fine"]
+
+
+def test_rows_are_named_by_their_first_line(tmp_path):
+    listing = read_source(csv_source(tmp_path, 'path_target,prompt\nt,"two\nlines"\nt,\n'))
+    assert [example.name[-1] for example in listing.examples] == ["2"]
+    assert str(listing.faults[0]).split(":")[1] == "4"
+
+
+@pytest.mark.parametrize(
+    ("header", "columns"),
+    [
+        ("path_target,prompt,path_controls", TableColumns()),
+        ("path_target,prompt,before", TableColumns(control="befor")),
+        ("path_target,prompt", TableColumns(mask="region")),
+        ("path_target,prompt,prompt", TableColumns()),
+        ("path_targets,prompt", TableColumns()),
+    ],
+)
+def test_columns_that_are_misspelt_asked_for_or_doubled_are_errors(tmp_path, header, columns):
+    with pytest.raises(DataError, match="column"):
+        read_source(csv_source(tmp_path, header + "\n", columns=columns))
+
+
+def test_samples_without_a_control_are_mentioned(tmp_path):
+    listing = read_source(csv_source(tmp_path, "path_target,prompt\nt,p\n"))
+    assert "1 of 1 samples have no control image" in listing.notes[0]

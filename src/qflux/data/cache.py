@@ -208,14 +208,15 @@ class EmbeddingCacheManager:
             mask=mask,
         )
 
-    def fail(self, keys: SampleKeys, reason: str, staging: Path | None = None) -> None:
-        """Record that a sample can't be encoded."""
-        write_json(self._failure(keys), {"reason": reason}, staging)
+    def fail(self, keys: SampleKeys, reason: str, circumstances: str, staging: Path | None = None) -> None:
+        """Record that a sample can't be encoded under certain circumstances."""
+        write_json(self._failure(keys), {"reason": reason, "circumstances": circumstances}, staging)
 
-    def failure(self, keys: SampleKeys) -> str | None:
-        """Why a sample could not be encoded, if that was tried."""
+    def failure(self, keys: SampleKeys, circumstances: str) -> str | None:
+        """Why a sample could not be encoded, if that was tried under the same circumstances."""
         try:
-            return str(json.loads(self._failure(keys).read_text())["reason"])
+            record = json.loads(self._failure(keys).read_text())
+            return str(record["reason"]) if record["circumstances"] == circumstances else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

@@ -38,6 +38,8 @@ class Fault:
     problem: str
     remedy: str = ""
     source: str = ""
+    is_fatal: bool = False
+    """Not a sample but a whole source, or the config: it can't be skipped."""
 
     def __str__(self) -> str:
         return f"{self.what}: {self.problem}"

@@ -5,7 +5,6 @@ The table is read through Arrow, so that listing it touches prompts and counts b
 
 from __future__ import annotations
 
-import difflib
 import io
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 from qflux.config import HubSource
 from qflux.data.examples import EditExample, Listing
 from qflux.data.images import ByteStream, ImageFile, ImageRef, shown
+from qflux.data.store import key_of
+from qflux.data.tables import note_controls, require_columns
 from qflux.errors import DataError
 
 _BATCH = 1000
@@ -52,20 +53,23 @@ class ImageCell:
 def read_hub(settings: HubSource) -> Listing:
     """All samples of a data set in its order, and what is wrong with the others."""
     data = _open(settings)
-    columns = settings.columns
-    for role in ("target", "prompt"):
-        name = getattr(columns, role)
-        if name not in data.column_names:
-            near = difflib.get_close_matches(name, data.column_names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(data.column_names)}."
-            raise DataError(
-                f"{settings.path} has no column {name!r}", f"{hint} Set columns.{role} of the source to map it."
-            )
+    require_columns(shown(settings.path), data.column_names, settings.columns, ("target", "prompt"))
+    _require_text(data, settings)
     listing = Listing(shown(settings.path))
     reader = _RowReader(settings, data.with_format("arrow"), _version(data))
     for start in range(0, len(data), _BATCH):
         listing.examples += reader.read(start, min(start + _BATCH, len(data)), listing)
+    note_controls(listing)
     return listing
+
+
+def _require_text(data: Any, settings: HubSource) -> None:
+    kind = data.features[settings.columns.prompt]
+    if getattr(kind, "dtype", None) not in ("string", "large_string", "string_view"):
+        raise DataError(
+            f"{settings.path}: the column {settings.columns.prompt!r} holds {kind}, not text",
+            "set columns.prompt of the source to a column with one text per row.",
+        )
 
 
 def _open(settings: HubSource) -> Any:
@@ -78,9 +82,8 @@ def _open(settings: HubSource) -> Any:
         ) from None
     path = settings.path
     try:
-        if path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet"))):
-            files = [str(path)] if path.is_file() else sorted(map(str, path.glob("*.parquet")))
-            return datasets.load_dataset("parquet", data_files={settings.split: files}, split=settings.split)
+        if path.suffix == ".parquet":
+            return datasets.load_dataset("parquet", data_files={settings.split: str(path)}, split=settings.split)
         if path.suffix == ".arrow":
             return datasets.Dataset.from_file(str(path))
         if path.is_dir() and ((path / "state.json").is_file() or (path / "dataset_dict.json").is_file()):
@@ -95,11 +98,11 @@ def _open(settings: HubSource) -> Any:
 
 
 def _version(data: Any) -> tuple[Any, ...] | None:
-    """Names, sizes and times of the files behind a data set; none if it lives in memory."""
+    """Changes with the files behind a data set; none if it lives in memory."""
     files = [Path(file["filename"]) for file in data.cache_files]
     if not files:
         return None
-    return tuple(part for file in files for part in (str(file), file.stat().st_size, file.stat().st_mtime_ns))
+    return (key_of([[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]),)
 
 
 class _RowReader:
@@ -119,7 +122,7 @@ class _RowReader:
         examples = []
         for offset, prompt in enumerate(prompts):
             row = start + offset
-            name = f"{self._settings.path.name}[{row}]"
+            name = f"{self._settings.path.name}[{self._settings.split}][{row}]"
             target = shapes[columns.target][offset]
             controls = shapes[columns.controls][offset] if columns.controls in shapes else ()
             mask = shapes[columns.mask][offset] if columns.mask in shapes else ()
@@ -137,19 +140,19 @@ class _RowReader:
 
     def _cells(self, column: str, start: int, stop: int) -> list[tuple[Any, ...]]:
         """The images of a column in each row; what is null is left out of a plain column, and None in a list."""
-        values = self._table.select_columns([column])[start:stop].column(column).combine_chunks()
+        # Scalars of a chunked column point into it; joining the chunks would copy every image.
+        values = self._table.select_columns([column])[start:stop].column(column)
         if _is_list(values.type):
-            lengths = [len(value) if value.is_valid else 0 for value in values]
             return [
                 tuple(
-                    self._cell(column, start + row, item, value) if value.is_valid else None
-                    for item, value in enumerate(values[row].values if lengths[row] else ())
+                    self._cell(column, row, item, value) if value.is_valid else None
+                    for item, value in enumerate(listed.values if listed.is_valid else ())
                 )
-                for row in range(len(values))
+                for row, listed in enumerate(values, start=start)
             ]
         return [
-            (self._cell(column, start + row, None, value),) if value.is_valid else ()
-            for row, value in enumerate(values)
+            (self._cell(column, row, None, value),) if value.is_valid else ()
+            for row, value in enumerate(values, start=start)
         ]
 
     def _cell(self, column: str, row: int, item: int | None, value: Any) -> ImageRef:
@@ -164,7 +167,8 @@ class _RowReader:
 def _is_list(kind: Any) -> bool:
     import pyarrow  # noqa: PLC0415  (comes with datasets)
 
-    return bool(pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind))
+    types = pyarrow.types
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
 def _path_of(value: Any) -> str | None:
@@ -174,6 +178,9 @@ def _path_of(value: Any) -> str | None:
     if pyarrow.types.is_struct(value.type):
         has_bytes = "bytes" in value and value["bytes"].is_valid
         return value["path"].as_py() if not has_bytes and "path" in value else None
-    if pyarrow.types.is_string(value.type) or pyarrow.types.is_large_string(value.type):
+    types = pyarrow.types
+    if types.is_string(value.type) or types.is_large_string(value.type) or types.is_string_view(value.type):
         return str(value.as_py())
+    if not (types.is_binary(value.type) or types.is_large_binary(value.type) or types.is_binary_view(value.type)):
+        raise DataError(f"a column of {value.type} holds no images", "map the columns of the source to images.")
     return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff",
 _ORIENTATION_TAG = 0x0112
 _SIDEWAYS = frozenset({5, 6, 7, 8})
 _DEEP = ("I;16", "I;16B", "I;16L", "I")
-_UNREADABLE = (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError)
+_UNREADABLE = (OSError, SyntaxError, ValueError, struct.error, UnidentifiedImageError, Image.DecompressionBombError)
 
 
 class _Local(threading.local):
@@ -114,7 +115,7 @@ def read_facts(image: ImageRef) -> ImageFacts:
 
 def _header(file: ByteStream) -> dict[str, Any]:
     with Image.open(file) as image:
-        exif = _png_exif(file) if image.format == "PNG" else image.getexif()
+        exif = _png_exif(file, image) if image.format == "PNG" else image.getexif()
         orientation = exif.get(_ORIENTATION_TAG, 1)
         width, height = image.size[::-1] if orientation in _SIDEWAYS else image.size
         return {
@@ -191,8 +192,11 @@ def _over(background: str, image: Image.Image) -> Image.Image:
     return Image.alpha_composite(Image.new("RGBA", rgba.size, background), rgba)
 
 
-def _png_exif(file: ByteStream) -> Image.Exif:
-    """The EXIF chunk of a PNG wherever it stands; Pillow would decode the image to look behind its data."""
+def _png_exif(file: ByteStream, image: Image.Image) -> Image.Exif:
+    """The EXIF data of a PNG, wherever they stand; Pillow would decode the image to look behind its pixels.
+
+    A few programs hide them in text. Then Pillow has to look.
+    """
     exif = Image.Exif()
     file.seek(8)
     while len(header := file.read(8)) == 8:
@@ -200,6 +204,12 @@ def _png_exif(file: ByteStream) -> Image.Exif:
         if kind == b"eXIf":
             exif.load(file.read(length))
             break
+        if kind in (b"tEXt", b"zTXt", b"iTXt"):
+            start = file.tell()
+            if file.read(min(length, 24)).startswith((b"Raw profile type", b"XML:com.adobe.xmp")):
+                file.seek(0)
+                return image.getexif()
+            file.seek(start)
         file.seek(length + 4, io.SEEK_CUR)
     return exif
 

@@ -94,8 +94,9 @@ class FileIndex:
     def _one(self, image: ImageRef) -> ImageFacts | DataError:
         try:
             stamp = image.stamp()
-        except OSError as error:
-            return DataError(f"{image} can't be read as an image: {error.strerror}", "replace or remove the file.")
+        except (OSError, ValueError) as error:  # a path may hold what no path can
+            reason = error.strerror if isinstance(error, OSError) else error
+            return DataError(f"{image} can't be read as an image: {reason}", "replace or remove the file.")
         known = self._lookup(stamp) if stamp else None
         if isinstance(known, dict):
             return ImageFacts(**known)

@@ -257,14 +257,19 @@ def _likeness_findings(samples: Sequence[SizedExample], looks: Sequence[_Look]) 
             yield Finding("warning", "duplicate", str(group[0].example.target), f"{len(group)} equal targets: {names}")
 
     seen = [i for i, look in enumerate(looks) if look.target is not None]
-    for first, second in likeness.copies([looks[i].target for i in seen]) if seen else ():
-        a, b = samples[seen[first]], samples[seen[second]]
-        if a.facts[0].hash != b.facts[0].hash:
-            yield Finding("warning", "near-duplicate", str(a.example.target), f"looks the same as {b.example.target}")
+    for members in likeness.copies([looks[i].target for i in seen]) if seen else ():
+        alike = sorted({samples[seen[i]].facts[0].hash: samples[seen[i]] for i in members}.values(), key=_target_name)
+        if len(alike) > 1:
+            names = ", ".join(map(_target_name, alike[1:6]))
+            detail = f"looks the same as {names}" + (f" and {len(alike) - 6} others" if len(alike) > 6 else "")
+            yield Finding("warning", "near-duplicate", _target_name(alike[0]), detail)
 
     pairs = [i for i in seen if looks[i].control is not None]
     if not pairs:
         return
+    if len(pairs) > likeness.MOST_PAIRS:
+        detail = f"only the first {likeness.MOST_PAIRS:,} of {len(pairs):,} pairs were looked at for mixed-up controls"
+        yield Finding("note", "not looked at", "", detail)
     for first, second in likeness.crossed([looks[i].control for i in pairs], [looks[i].target for i in pairs]):
         a, b = samples[pairs[first]], samples[pairs[second]]
         detail = f"its control looks like the target of {b.example.name}: are the pairs mixed up?"
@@ -275,6 +280,10 @@ def _likeness_findings(samples: Sequence[SizedExample], looks: Sequence[_Look]) 
     for position in changed:
         detail = "its edit goes the other way than nearly all others: are control and target swapped?"
         yield Finding("warning", "swapped", samples[pairs[position]].example.name, detail)
+
+
+def _target_name(sample: SizedExample) -> str:
+    return str(sample.example.target)
 
 
 def _prompts(samples: Sequence[SizedExample], wanted: Sequence[int], limit: int, config: Config) -> Iterable[Finding]:

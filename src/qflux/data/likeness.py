@@ -23,8 +23,9 @@ KEPT = 16
 
 _COPY = 3.0
 """Mean difference, of 255, up to which two images count as copies."""
-_MOST_PAIRS = 20_000
+MOST_PAIRS = 20_000
 """Pairs compared with each other; beyond that a comparison of all with all takes minutes."""
+_MOST_NEIGHBOURS = 500
 
 
 @dataclass(frozen=True)
@@ -78,24 +79,30 @@ def _edges(image: Image.Image) -> Floats:
     return (strength / max(float(np.linalg.norm(strength)), 1e-6)).astype(np.float32)
 
 
-def copies(thumbnails: Sequence[NDArray[np.uint8]]) -> Iterator[tuple[int, int]]:
-    """Pairs of images that look the same. Flat images look like each other without being copies, and are left out."""
+def copies(thumbnails: Sequence[NDArray[np.uint8]]) -> list[list[int]]:
+    """Groups of images that look the same. Flat images look alike without being copies, and are left out."""
     vectors = np.stack(thumbnails).reshape(len(thumbnails), -1).astype(np.float32)
     textured = np.flatnonzero(vectors.std(1) > 4)
     order = textured[np.argsort(vectors[textured].mean(1), kind="stable")]
     means = vectors[order].mean(1)
-    for position, index in enumerate(order):
-        # Copies have almost the same mean, so only a few neighbours need a look.
-        end = int(np.searchsorted(means, means[position] + _COPY, side="right"))
+    group_of: dict[int, int] = {}
+    groups: dict[int, list[int]] = {}
+    for position, index in enumerate(map(int, order)):
+        # Copies have almost the same mean, so only neighbours need a look, and of those the nearest.
+        end = min(int(np.searchsorted(means, means[position] + _COPY, side="right")), position + _MOST_NEIGHBOURS)
         others = order[position + 1 : end]
         differences = np.abs(vectors[others] - vectors[index]).mean(1)
-        for other in others[differences <= _COPY]:
-            yield min(int(index), int(other)), max(int(index), int(other))
+        group = group_of.setdefault(index, index)
+        for other in map(int, others[differences <= _COPY]):
+            if other not in group_of:
+                group_of[other] = group
+                groups.setdefault(group, [group]).append(other)
+    return [sorted(members) for members in groups.values()]
 
 
 def crossed(controls: Sequence[NDArray[np.uint8]], targets: Sequence[NDArray[np.uint8]]) -> Iterator[tuple[int, int]]:
     """(i, j): the control of i is far more like the target of j than like its own."""
-    count = min(len(controls), _MOST_PAIRS)
+    count = min(len(controls), MOST_PAIRS)
     first, second = _normalised(controls[:count]), _normalised(targets[:count])
     own = (first * second).sum(1)
     for start in range(0, count, 1024):

@@ -7,11 +7,13 @@ sent through shared memory, and a thread can't die without its exception arrivin
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from itertools import islice
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ def read_ahead(
         yield from map(work, items)
         return
     remaining = iter(items)
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="qflux-loader")
+    pool = _Pool(workers)
     try:
         ahead: deque[tuple[T, Future[R]]] = deque(
             (item, pool.submit(work, item)) for item in islice(remaining, 2 * workers)
@@ -43,7 +45,36 @@ def read_ahead(
             yield _result(future, lambda item=item: describe(item))  # type: ignore[misc]
             ahead.extend((item, pool.submit(work, item)) for item in islice(remaining, 1))
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.close()
+
+
+class _Pool:
+    """Threads that do not keep the process alive: a read that never returns must not block its end."""
+
+    def __init__(self, workers: int) -> None:
+        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[Any], Any], Any] | None] = SimpleQueue()
+        self._workers = workers
+        self._closed = False
+        for number in range(workers):
+            threading.Thread(target=self._run, name=f"qflux-loader-{number}", daemon=True).start()
+
+    def submit(self, work: Callable[[T], R], item: T) -> Future[R]:
+        future: Future[R] = Future()
+        self._tasks.put((future, work, item))
+        return future
+
+    def close(self) -> None:
+        self._closed = True
+        for _ in range(self._workers):
+            self._tasks.put(None)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None and not self._closed:
+            future, work, item = task
+            try:
+                future.set_result(work(item))
+            except BaseException as error:  # whatever it is, it belongs to who waits for the result
+                future.set_exception(error)
 
 
 def _result(future: Future[R], describe: Callable[[], str]) -> R:

@@ -82,7 +82,7 @@ MicroBatch = tuple[Visit, ...]
 class PlannedStep:
     """One optimizer step: for every rank the same number of micro-batches.
 
-    A micro-batch is empty only where an epoch ends with fewer samples than ranks.
+    In the last step of an epoch there may be fewer samples than micro-batches; some are empty then.
     """
 
     epoch: int
@@ -177,6 +177,8 @@ class TrainingPlan:
         seed: int = 0,
         rates: Sequence[float] | Floats | None = None,
     ) -> None:
+        if not len(tokens):
+            raise DataError("there is no sample to train on", "`qflux inspect` shows what is wrong with the data.")
         self._arguments: dict[str, Any] = {"tokens": tokens, "batching": batching, "seed": seed, "rates": rates}
         self.starts = [0]
         self._epochs: dict[int, EpochPlan] = {}
@@ -274,11 +276,14 @@ def _by_tokens(tokens: Ints, costs: Floats, batching: Batching, random: np.rando
     """
     budget, slots = batching.max_tokens or 0, batching.slots
     if len(tokens) and tokens.max() > budget:
-        raise DataError(f"a sample of {tokens.max()} tokens is larger than max_tokens {budget}")
+        raise DataError(
+            f"a sample of {tokens.max()} tokens is larger than max_tokens {budget}", "raise data.max_tokens."
+        )
     mean = tokens.mean() if len(tokens) else 1.0
     window = max(1, round(WINDOW_STEPS * slots * budget / mean))
     steps: list[list[list[int]]] = []
     waiting: list[int] = []
+    rest: list[list[int]] = []
     for start in range(0, len(tokens), window):
         members = np.array([*waiting, *range(start, min(start + window, len(tokens)))])
         bins = _packed(members, tokens, budget, random)
@@ -290,8 +295,8 @@ def _by_tokens(tokens: Ints, costs: Floats, batching: Batching, random: np.rando
         rest = bins[:skip] if skip else bins[slots * full :]
         steps += [groups[i] for i in _shuffled(full, random)]
         waiting = [position for batch in rest for position in batch]
-    if waiting:
-        steps.append(_split_to_fill(_packed(np.array(waiting), tokens, budget, random), costs, batching.world_size))
+    if rest:
+        steps.append(_split_to_fill(rest, costs, batching.world_size))
     return steps
 
 

@@ -17,7 +17,7 @@ from typing import Protocol
 from qflux.config import CacheSource, DataSettings, Source
 from qflux.data.examples import EditExample, Fault, Listing
 from qflux.data.geometry import ImageProcessor, Transform
-from qflux.data.images import ImageFacts, ImageRef
+from qflux.data.images import ImageFacts, ImageRef, shown
 from qflux.data.index import FileIndex
 from qflux.data.sources import read_source
 from qflux.data.store import key_of
@@ -48,6 +48,8 @@ class SizedExample:
 
     id: str
     """From content alone: the same wherever the files are and however they are listed."""
+    content: str
+    """The same, for a class image as well: those have noise of their own, and so ids of their own."""
     example: EditExample
     facts: tuple[ImageFacts, ...]
     """One per image, target first."""
@@ -128,7 +130,7 @@ def require_usable(gathered: SampleSet, settings: DataSettings) -> None:
     for note in gathered.notes:
         logger.warning("%s", note)
     names = ", ".join(listing.source for listing in gathered.listings)
-    if gathered.faults and settings.on_bad_sample == "error":
+    if any(fault.is_fatal for fault in gathered.faults) or (gathered.faults and settings.on_bad_sample == "error"):
         remedies = dict.fromkeys(fault.remedy for fault in gathered.faults if fault.remedy)
         remedy = " ".join([*list(remedies)[:3], "data.on_bad_sample: skip leaves such samples out and names them."])
         raise collected(DataError, f"the data in {names} is not all usable", list(map(str, gathered.faults)), remedy)
@@ -143,11 +145,15 @@ def _listed(sources: Sequence[Source], stored: list[StoredSample], is_prior: boo
     """Every source's listing; samples that exist only as embeddings are also put into `stored`."""
     listings = []
     for source in sources:
-        if isinstance(source, CacheSource):
-            samples, listing = read_stored(source, is_prior)
-            stored += samples
-        else:
-            listing = read_source(source, is_prior)
+        try:
+            if isinstance(source, CacheSource):
+                samples, listing = read_stored(source, is_prior)
+                stored += samples
+            else:
+                listing = read_source(source, is_prior)
+        except DataError as error:
+            name = shown(source.path)
+            listing = Listing(name, faults=[Fault(name, error.problem, error.remedy, name, is_fatal=True)])
         listings.append(listing)
     return listings
 
@@ -199,10 +205,13 @@ def _size_one(
         views.append(policy.prompt_view(number, fact.size, transforms[-1]))
     if isinstance(mask, ImageFacts) and mask.size != facts[0].size:
         sizes = " and ".join(f"{fact.width}x{fact.height}" for fact in (mask, facts[0]))
-        raise DataError(f"{example.mask}: the mask and its target differ in size: {sizes}")
+        raise DataError(
+            f"{example.mask}: the mask and its target differ in size: {sizes}", "give the mask the target's size."
+        )
     mask_hash = mask.hash if isinstance(mask, ImageFacts) else None
-    identity = key_of("id", [fact.hash for fact in facts], example.prompt, mask_hash)
-    return SizedExample(identity, example, facts, tuple(transforms), tuple(views), mask_hash)
+    content = key_of("id", [fact.hash for fact in facts], example.prompt, mask_hash)
+    identity = key_of("class image", content) if example.is_prior else content
+    return SizedExample(identity, content, example, facts, tuple(transforms), tuple(views), mask_hash)
 
 
 def _merged(samples: list[SizedExample], gathered: SampleSet) -> list[SizedExample]:
@@ -227,7 +236,10 @@ def _merged(samples: list[SizedExample], gathered: SampleSet) -> list[SizedExamp
 
 
 def _split(settings: DataSettings, gathered: SampleSet) -> None:
-    """Set held-out samples apart. Which ones follows from content alone: not from the seed, not from other samples."""
+    """Set held-out samples apart, by content and not by seed.
+
+    A fraction is a threshold on a hash of each sample, so that adding samples moves none; a count takes the lowest.
+    """
     held_out = settings.held_out
     if held_out is None:
         return
@@ -239,13 +251,21 @@ def _split(settings: DataSettings, gathered: SampleSet) -> None:
         return
     everything: list[SizedExample | StoredSample] = [*gathered.training, *gathered.stored]
     eligible = [sample for sample in everything if not sample.example.is_prior]
-    count = held_out.count or max(1, round((held_out.fraction or 0) * len(eligible)))
-    if count >= len(eligible) > 0:
-        raise DataError(
-            f"data.held_out takes {count} of {len(eligible)} samples: none would be left to train on",
-            "hold out fewer samples.",
-        )
-    chosen = {s.id for s in sorted(eligible, key=lambda s: key_of("held out", s.id))[:count]}
+    order = sorted(eligible, key=lambda sample: key_of("held out", sample.id))
+    if held_out.fraction is not None:
+        threshold = int(held_out.fraction * 16**15)
+        chosen = {s.id for s in order if int(key_of("held out", s.id)[:15], 16) < threshold} or {
+            s.id for s in order[:1]
+        }
+    else:
+        chosen = {sample.id for sample in order[: held_out.count]}
+    if len(chosen) >= len(eligible) > 0:
+        problem = f"it takes {len(chosen)} of {len(eligible)} samples: none would be left to train on"
+        gathered.faults.append(Fault("data.held_out", problem, "hold out fewer samples.", is_fatal=True))
+        return
+    leaked = [s.example.name for s in gathered.training if s.example.is_prior and s.content in chosen]
+    if leaked:
+        gathered.notes.append(f"{len(leaked)} class images are held-out samples as well: {', '.join(leaked[:10])}")
     gathered.held_out = [s for s in gathered.training if s.id in chosen and not s.example.is_prior]
     gathered.stored_held_out = [s for s in gathered.stored if s.id in chosen and not s.example.is_prior]
     gathered.training = [s for s in gathered.training if s.example.is_prior or s.id not in chosen]

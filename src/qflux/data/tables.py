@@ -6,10 +6,10 @@ import csv
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from qflux.config import CsvSource, JsonlSource, TableColumns
+from qflux.config import CsvSource, JsonlSource, Section, TableColumns
 from qflux.data.examples import EditExample, Listing
 from qflux.data.images import ImageFile, shown
 from qflux.errors import DataError
@@ -25,23 +25,71 @@ def read_table(settings: CsvSource | JsonlSource) -> Listing:
         raise DataError(f"no file {path}", "check the path of the source.")
     listing = Listing(shown(path))
     try:
-        rows = list(_csv_rows(path) if isinstance(settings, CsvSource) else _json_rows(path, listing))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} can't be read: {error}", "save it as UTF-8 text.") from None
-    _require_columns(path, rows, settings.columns)
+        columns, rows = _csv(path, listing) if isinstance(settings, CsvSource) else _jsonl(path, listing)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}", "save it as UTF-8.") from None
+    except csv.Error as error:
+        raise DataError(f"{path} is not a valid CSV table: {error}", "check quotes and separators.") from None
+    if columns:
+        require_columns(shown(path), columns, settings.columns, ("target", "prompt"))
     root = settings.root or path.parent
     for line, values in rows:
-        example = _example(f"{path.name}:{line}", values, root, settings.columns, listing)
+        example = _example(_place(path, line), values, root, settings.columns, listing)
         if example is not None:
             listing.examples.append(example)
+    note_controls(listing)
     return listing
 
 
-def _csv_rows(path: Path) -> Iterator[Row]:
+def require_columns(name: str, present: Sequence[str], columns: Section, needed: Sequence[str]) -> None:
+    """An error for a column that is needed, or was asked for, or is there under almost its name."""
+    for role, column in columns:
+        if column in present:
+            continue
+        near = difflib.get_close_matches(str(column), present, n=1, cutoff=0.85)
+        taken = {getattr(columns, other) for other in type(columns).model_fields}
+        suspect = near and near[0] not in taken
+        if role in needed or role in columns.model_fields_set or suspect:
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(present)}."
+            raise DataError(f"{name} has no column {column!r}", f"{hint} Set columns.{role} of the source to map it.")
+
+
+def note_controls(listing: Listing) -> None:
+    """Say how many samples have no control image, if some or all have none."""
+    without = [example.name for example in listing.examples if not example.controls]
+    if without:
+        names = ", ".join(without[:10])
+        listing.notes.append(f"{len(without)} of {len(listing.examples)} samples have no control image: {names}")
+
+
+def _place(path: Path, line: int) -> str:
+    """A row in messages; two tables often have one name."""
+    return shown(f"{path.parent.name}/{path.name}:{line}")
+
+
+def _csv(path: Path, listing: Listing) -> tuple[list[str], list[Row]]:
+    rows: list[Row] = []
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
+        columns = list(reader.fieldnames or [])
+        twice = sorted({name for name in columns if columns.count(name) > 1})
+        if twice:
+            raise DataError(f"{path} has the column {twice[0]!r} twice", "rename one of them.")
+        start = reader.line_num + 1
         for row in reader:
-            yield reader.line_num, {key: value for key, value in row.items() if key is not None}
+            if None in row:
+                extra = row[None]
+                problem = f"more values than columns ({extra!r}); a text with a comma needs quotes"
+                listing.fault(_place(path, start), problem)
+            else:
+                rows.append((start, row))
+            start = reader.line_num + 1
+    return columns, rows
+
+
+def _jsonl(path: Path, listing: Listing) -> tuple[list[str], list[Row]]:
+    rows = list(_json_rows(path, listing))
+    return sorted({key for _, values in rows for key in values}), rows
 
 
 def _json_rows(path: Path, listing: Listing) -> Iterator[Row]:
@@ -52,22 +100,12 @@ def _json_rows(path: Path, listing: Listing) -> Iterator[Row]:
             try:
                 value = json.loads(line)
             except ValueError as error:
-                listing.fault(f"{path.name}:{number}", f"not valid JSON: {error}")
+                listing.fault(_place(path, number), f"not valid JSON: {error}")
                 continue
             if isinstance(value, dict):
                 yield number, value
             else:
-                listing.fault(f"{path.name}:{number}", f"a {type(value).__name__}, not an object with fields")
-
-
-def _require_columns(path: Path, rows: list[Row], columns: TableColumns) -> None:
-    present = sorted({key for _, values in rows for key in values})
-    for role in ("target", "prompt"):
-        name = getattr(columns, role)
-        if rows and name not in present:
-            near = difflib.get_close_matches(name, present, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(present)}."
-            raise DataError(f"{path} has no column {name!r}", f"{hint} Set columns.{role} of the source to map it.")
+                listing.fault(_place(path, number), f"a {type(value).__name__}, not an object with fields")
 
 
 def _example(

@@ -47,15 +47,24 @@ class TrainingState:
 class Checkpoints:
     """The checkpoints of one run, under `folder`.
 
-    Args:
-        settings: what a continued run must share with the one it continues.
-        keep: how many of the newest stay.
+    `settings` is what a continued run must share with the one it continues. `keep` of the newest stay.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, settings: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
-        self._settings = json.loads(json.dumps(settings))
+        self.settings = settings or {}
         self._keep = keep
+
+    def epoch_starts(self, identity: Mapping[str, Any]) -> list[int] | None:
+        """The plan's known epochs, from the newest checkpoint of a run with this data."""
+        for folder in reversed(self._all()):
+            try:
+                saved = json.loads((folder / "state.json").read_text())
+                if all(saved["settings"].get(key) == value for key, value in _plain(dict(identity)).items()):
+                    return [int(start) for start in saved["epoch_starts"]]
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                continue
+        return None
 
     def save(self, step: int, state: TrainingState) -> Path:
         """Write the state after `step` optimizer steps."""
@@ -87,7 +96,7 @@ class Checkpoints:
                 "optimizer": scalars,
                 "schedule": _plain(state.schedule.state_dict()),
                 "epoch_starts": state.plan.starts,
-                "settings": self._settings,
+                "settings": _plain(dict(self.settings)),
             },
         )
         files = {file.name: [file.stat().st_size, file_hash(file)] for file in sorted(staging.iterdir())}
@@ -108,13 +117,10 @@ class Checkpoints:
 
     def _load(self, folder: Path, state: TrainingState) -> int:
         saved = json.loads((folder / "state.json").read_text())
-        changed = sorted(
-            key
-            for key in self._settings.keys() | saved["settings"].keys()
-            if self._settings.get(key) != saved["settings"].get(key)
-        )
+        settings, before = json.loads(json.dumps(self.settings)), saved["settings"]
+        changed = sorted(key for key in settings.keys() | before.keys() if settings.get(key) != before.get(key))
         if changed:
-            details = "; ".join(f"{k} was {saved['settings'].get(k)!r}, is {self._settings.get(k)!r}" for k in changed)
+            details = "; ".join(f"{key} was {before.get(key)!r}, is {settings.get(key)!r}" for key in changed)
             raise CheckpointError(
                 f"{folder} belongs to another configuration: {details}", "restore it, or choose another run_name."
             )
@@ -128,7 +134,6 @@ class Checkpoints:
         tensors = load_file(folder / "optimizer.safetensors")
         state.optimizer.load_state_dict(_restore_optimizer(tensors, saved["optimizer"]))
         state.schedule.load_state_dict(saved["schedule"])
-        state.plan.starts = [int(start) for start in saved["epoch_starts"]]
         return int(saved["step"])
 
     def _rotate(self, newest: Path) -> None:

@@ -171,7 +171,12 @@ def _encoder_identities(config: Config, family: Family, cache: EmbeddingCacheMan
     return identities
 
 
-def require_complete(planned: PlannedSet, cache: EmbeddingCacheManager, skip_failed: bool) -> None:
+def circumstances(config: Config) -> str:
+    """Settings that decide whether a sample can be encoded, and that its embeddings do not depend on."""
+    return f"on_long_prompt: {config.model.on_long_prompt}"
+
+
+def require_complete(planned: PlannedSet, cache: EmbeddingCacheManager, config: Config) -> None:
     """An error that names the samples whose embeddings are missing; those known to be unusable may be left out."""
     missing = []
     samples = planned.from_images
@@ -180,8 +185,8 @@ def require_complete(planned: PlannedSet, cache: EmbeddingCacheManager, skip_fai
         if manifest is not None:
             planned.manifests[sample.address] = manifest
             continue
-        reason = cache.failure(sample.keys)
-        if reason and skip_failed:
+        reason = cache.failure(sample.keys, circumstances(config))
+        if reason and config.data.on_bad_sample == "skip":
             planned.drop(sample, reason)
         else:
             entries = cache.missing_entries(sample.keys)
@@ -191,6 +196,8 @@ def require_complete(planned: PlannedSet, cache: EmbeddingCacheManager, skip_fai
         raise collected(
             CacheError, f"{len(missing)} of {len(samples)} samples are not in the cache {cache.root}", missing, RECACHE
         )
+    if not planned.training:
+        raise DataError(f"no usable sample: all {len(samples)} could not be encoded", "`qflux inspect` shows why.")
 
 
 def require_fitting(planned: PlannedSet, transformer: Any) -> None:

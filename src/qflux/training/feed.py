@@ -133,7 +133,9 @@ class Feed:
         except QfluxError as error:
             raise type(error)(f"sample {sample.example.name}: {error.problem}", error.remedy) from error
         except Exception as error:
-            raise DataError(f"sample {sample.example.name} can't be read: {type(error).__name__}: {error}") from error
+            raise DataError(
+                f"sample {sample.example.name} can't be read: {type(error).__name__}: {error}", "look at its files."
+            ) from error
         tokens = image_tokens(sample.img_shapes[:1])
         sigma, noise = draw(config.seed, sample.id, visit, tokens, self._channels, config.loss.timesteps)
         return _Read(content, sigma, noise, config.loss.prior_weight if sample.example.is_prior else 1.0)

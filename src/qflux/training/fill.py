@@ -59,8 +59,8 @@ class CacheReport:
     """Found in the cache, or made by another process meanwhile."""
     new_bytes: int = 0
     seconds: float = 0.0
-    failed: dict[str, str] = field(default_factory=dict)
-    """Why a sample can't be encoded, by name."""
+    failed: list[str] = field(default_factory=list)
+    """Why which sample can't be encoded."""
     skipped: list[str] = field(default_factory=list)
     """Everything that is left out, and why."""
     cut: int = 0
@@ -95,6 +95,7 @@ class CacheFiller:
         load: the encoder for entries of kind "text" or "image"; called when the first of a kind is due.
         token_bytes: bytes of a text token and of an image token, for the estimate.
         batch_size: entries of one size that are encoded at once.
+        circumstances: settings that decide whether a sample fails, and that its key does not depend on.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class CacheFiller:
         batch_size: int = 1,
         workers: int = 4,
         listener: Listener | None = None,
+        circumstances: str = "",
     ) -> None:
         self._store = store
         self._load = load
@@ -112,6 +114,7 @@ class CacheFiller:
         self._batch_size = batch_size
         self._workers = workers
         self._listener = listener or Listener()
+        self._circumstances = circumstances
         self._report = CacheReport()
         self._failed: dict[str, DataError] = {}
         self._done = 0
@@ -248,8 +251,8 @@ class CacheFiller:
         for sample in samples:
             errors = [self._failed[key] for _, key in sample.keys.entries if key in self._failed]
             if errors:
-                self._store.fail(sample.keys, errors[0].problem, staging)
-                self._report.failed[sample.example.name] = str(errors[0])
+                self._store.fail(sample.keys, errors[0].problem, self._circumstances, staging)
+                self._report.failed.append(str(errors[0]))
             elif self._store.manifest(sample.keys) is None:
                 self._store.complete(sample.keys, staging)
 

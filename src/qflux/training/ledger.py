@@ -46,7 +46,10 @@ class Ledger:
         self._path = path
         self._ids = [sample.id for sample in samples]
         head = [_sample(sample) for sample in samples]
-        head += [{"kind": "skipped", "what": fault.what, "reason": fault.problem} for fault in skipped]
+        head += [
+            {"kind": "skipped", "what": fault.what, "source": fault.source, "reason": fault.problem}
+            for fault in skipped
+        ]
         done = [line for line in read_ledger(path) if line.get("kind") == "step" and line["step"] <= steps_done]
         write_bytes(path, "".join(json.dumps(line) + "\n" for line in [*head, *done]).encode())
 
@@ -85,6 +88,10 @@ def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(value, dict) and "kind" in value:
             yield value
+
+
+def _skipped(fault: Fault) -> dict[str, Any]:
+    return {"kind": "skipped", "what": fault.what, "source": fault.source, "reason": fault.problem}
 
 
 def _sample(sample: TrainingSample) -> dict[str, Any]:

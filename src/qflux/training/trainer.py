@@ -42,7 +42,14 @@ from qflux.ragged.compilation import compile_blocks
 from qflux.ragged.layout import image_tokens, padding_ratio
 from qflux.sampling.predict import Edit, Predictor
 from qflux.training.checkpoint import Checkpoints, TrainingState
-from qflux.training.encode import PlannedSet, TrainingSample, plan_samples, require_complete, require_fitting
+from qflux.training.encode import (
+    PlannedSet,
+    TrainingSample,
+    circumstances,
+    plan_samples,
+    require_complete,
+    require_fitting,
+)
 from qflux.training.feed import Feed, FromCache, FromImages, Provider, training_plan
 from qflux.training.fill import CacheFiller, CacheReport
 from qflux.training.fill import Listener as CacheListener
@@ -110,21 +117,22 @@ class Trainer:
                 self.config.cache.batch_size,
                 self.config.data.num_workers,
                 listener,
+                circumstances(self.config),
             )
             report = filler.fill(planned.from_images, self.text_limit.tokens, claims)
             self.store.index.tidy()
         finally:
             claims.close()
         report.cut = self.text_limit.cut
-        report.skipped = [*map(str, planned.faults), *report.failed.values()]
+        report.skipped = [*map(str, planned.faults), *report.failed]
         if report.failed and self.config.data.on_bad_sample == "error":
             raise collected(
                 DataError,
                 f"{len(report.failed)} of {len(planned.all)} samples can't be encoded; the others are cached",
-                list(report.failed.values()),
+                report.failed,
                 "mend them, or set data.on_bad_sample: skip to train without them.",
             )
-        for reason in report.failed.values():
+        for reason in report.failed:
             logger.warning("skipped: %s", reason)
         return report
 
@@ -132,7 +140,7 @@ class Trainer:
         """The samples of the config; all of them cached, if the cache is used."""
         planned = plan_samples(self.config, self.family, self.store)
         if self.config.cache.use_cache:
-            require_complete(planned, self.store, self.config.data.on_bad_sample == "skip")
+            require_complete(planned, self.store, self.config)
         if self.config.loss.use_mask_loss and not any(sample.has_mask for sample in planned.training):
             logger.warning("loss.use_mask_loss is on, but no sample has a mask: everything counts as edited")
         return planned
@@ -143,6 +151,9 @@ class Trainer:
         planned = self.samples()
         provider = self._provider(planned)
         plan = training_plan(config, planned.training, provider)
+        checkpoints = Checkpoints(config.run_dir / "checkpoints", config.train.keep_checkpoints)
+        identity = _data_identity(config, planned.training)
+        plan.starts = checkpoints.epoch_starts(identity) or plan.starts
         total = plan.total_steps(config.train.max_train_steps, config.train.num_epochs)
         if total == 0:
             raise ConfigError("no sample is due in the epochs to train", "raise train.num_epochs or the weights.")
@@ -155,9 +166,10 @@ class Trainer:
         parameters = trainable(transformer)
         optimizer = build_optimizer(config.optimizer, parameters.values())
         state = TrainingState(parameters, optimizer, build_schedule(config.train, optimizer, total), plan)
+        checkpoints.settings = _path_settings(config, total) | identity
 
         with exclusive(config.run_dir), deferred_signals() as stop:
-            return self._train(planned, provider, total, transformer, state, stop, listener)
+            return self._train(planned, provider, total, transformer, state, checkpoints, stop, listener)
 
     def _train(
         self,
@@ -166,15 +178,13 @@ class Trainer:
         total: int,
         transformer: nn.Module,
         state: TrainingState,
+        checkpoints: Checkpoints,
         stop: StopRequest,
         listener: Listener | None,
     ) -> FitResult:
         """The loop: every step of the plan that is not done yet."""
         config, parameters, optimizer, samples = self.config, state.parameters, state.optimizer, planned.training
         objective = Objective(config.loss)
-        checkpoints = Checkpoints(
-            config.run_dir / "checkpoints", _path_settings(config, samples, total), config.train.keep_checkpoints
-        )
         done = checkpoints.resume(state)
         if done > total:
             raise CheckpointError(
@@ -372,7 +382,6 @@ def _require_finite(loss: Tensor, grad_norm: Tensor, number: int, samples: Seque
 
 
 _PATH_KEYS = (
-    "gradient_accumulation_steps",
     "max_grad_norm",
     "lr_scheduler",
     "lr_warmup_steps",
@@ -382,18 +391,27 @@ _PATH_KEYS = (
 )
 
 
-def _path_settings(config: Config, samples: Sequence[TrainingSample], total: int) -> dict[str, object]:
-    """What decides where training goes; a resumed run must share it with its checkpoint."""
+def _path_settings(config: Config, total: int) -> dict[str, object]:
+    """What decides where training goes, besides the data; a resumed run must share it with its checkpoint."""
     values = config.dump()
-    sections = {name: values[name] for name in ("family", "seed", "lora", "optimizer", "loss")}
+    sections = {name: values[name] for name in ("family", "lora", "optimizer", "loss")}
     for key in ("pretrained", "dtype", "max_sequence_length"):
         sections[f"model.{key}"] = values["model"][key]
-    for key in ("batch_size", "max_tokens", "processor"):
-        sections[f"data.{key}"] = values["data"][key]
+    sections["data.processor"] = values["data"]["processor"]
     for key in _PATH_KEYS:
         sections[f"train.{key}"] = values["train"][key]
     if config.train.lr_scheduler in ("linear", "cosine"):
         sections["train.max_train_steps"] = total
-    identity = sorted((sample.address, sample.example.rate, sample.example.is_prior) for sample in samples)
-    sections["data (samples)"] = key_of(identity)[:16]
     return sections
+
+
+def _data_identity(config: Config, samples: Sequence[TrainingSample]) -> dict[str, object]:
+    """What decides the plan: the samples, how often each trains, and how they are batched."""
+    content = sorted((sample.address, sample.example.rate, sample.example.is_prior) for sample in samples)
+    return {
+        "seed": config.seed,
+        "data.batch_size": config.data.batch_size,
+        "data.max_tokens": config.data.max_tokens,
+        "train.gradient_accumulation_steps": config.train.gradient_accumulation_steps,
+        "data (samples)": key_of(content)[:16],
+    }
