@@ -112,8 +112,14 @@ class Source(Section):
     path: Folder
     repeats: int = Field(default=1, ge=1, le=10_000)
     weight: float = Field(
-        default=1.0, gt=0, le=10_000, description="may be a fraction: 0.25 is once in four epochs, in turns"
+        default=1.0, ge=0.001, le=10_000, description="may be a fraction: 0.25 is once in four epochs, in turns"
     )
+
+    @model_validator(mode="after")
+    def _not_too_often(self) -> Source:
+        if self.rate > 10_000:
+            raise ValueError(f"repeats x weight is {self.rate:g}; a sample trains at most 10000 times in an epoch")
+        return self
 
     @property
     def rate(self) -> float:

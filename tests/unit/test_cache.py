@@ -15,7 +15,7 @@ from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
 from qflux.training.encode import encode_example, open_example, variants_of
 from qflux.training.feed import drawn_variant
-from qflux.training.fill import Listener
+from qflux.training.fill import CacheFiller, Listener
 from qflux.training.trainer import Trainer
 
 
@@ -312,6 +312,34 @@ def test_a_failure_counts_only_under_the_settings_it_happened_with(project, tmp_
     assert len(Trainer(project("data.on_bad_sample=skip")).samples().training) == 11
     with pytest.raises(CacheError, match=r"1 of 12 samples are not in the cache(.|\n)*scene_003: text missing"):
         Trainer(project("data.on_bad_sample=skip", "model.on_long_prompt=truncate")).samples()
+
+
+def test_a_prompt_that_was_cut_is_refused_where_cutting_is(project, tmp_path):
+    (tmp_path / "data/training_images/scene_003.txt").write_text("word " * 60)
+    assert Trainer(project("model.on_long_prompt=truncate")).cache().cut == 1
+    with pytest.raises(DataError, match=r"1 of 12 samples can't be encoded(.|\n)*scene_003: its prompt is longer"):
+        Trainer(project()).cache()
+    with pytest.raises(CacheError, match=r"scene_003: its prompt is longer than allowed and was cut"):
+        Trainer(project()).fit()
+    assert len(Trainer(project("data.on_bad_sample=skip")).samples().training) == 11
+    assert Trainer(project("model.on_long_prompt=truncate")).fit().steps == 3
+
+
+def test_an_image_replaced_while_caching_is_an_error_not_an_entry(project, tmp_path, monkeypatch):
+    """An entry is known by the bytes it was made from; those that are decoded must be those that were hashed."""
+    path = tmp_path / "data/control_images/scene_000.png"
+    original = CacheFiller._work
+
+    def swap(self, *arguments):
+        work = original(self, *arguments)
+        Image.new("RGB", (192, 192), "teal").save(path)
+        return work
+
+    monkeypatch.setattr(CacheFiller, "_work", swap)
+    with pytest.raises(DataError, match=r"scene_000\.png can't be read as an image: it has changed"):
+        Trainer(project()).cache()
+    monkeypatch.undo()
+    assert Trainer(project()).cache().samples == 12
 
 
 def test_a_data_set_of_which_nothing_can_be_encoded_is_an_error_not_a_loop(project, tmp_path):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -79,3 +81,31 @@ def test_the_size_of_a_png_is_known_without_decoding_it(tmp_path):
         == (20, 60)
     )
     assert load_rgb(ImageFile(tmp_path / "turned.png")).size == (20, 60)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
+def test_header_and_pixels_agree_on_every_orientation(tmp_path, orientation, suffix):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = Image.new("RGB", (40, 20), "white")
+    image.paste("black", (0, 0, 10, 10))
+    image.save(tmp_path / f"a.{suffix}", exif=exif)
+    ref = ImageFile(tmp_path / f"a.{suffix}")
+    facts, loaded = read_facts(ref), load_rgb(ref)
+    assert facts.size == loaded.size == ((20, 40) if orientation >= 5 else (40, 20))
+    corners = {1: (0, 0), 2: (1, 0), 3: (1, 1), 4: (0, 1), 5: (0, 0), 6: (1, 0), 7: (1, 1), 8: (0, 1)}
+    x, y = corners[orientation]
+    assert loaded.getpixel((2 if x == 0 else loaded.width - 3, 2 if y == 0 else loaded.height - 3))[0] < 60
+
+
+def test_a_pipe_is_no_image(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(OSError, match="not a regular file"):
+        ImageFile(tmp_path / "pipe.png").stamp()
+
+
+def test_integers_beyond_16_bits_are_refused(tmp_path):
+    Image.fromarray(np.array([[0, 70000]], dtype=np.int32)).save(tmp_path / "a.tif")
+    with pytest.raises(DataError, match="beyond 16 bits"):
+        load_rgb(ImageFile(tmp_path / "a.tif"))

@@ -5,7 +5,7 @@ import json
 import pytest
 from PIL import Image
 
-from planted import FAULTS, plant
+from planted import FAULTS, plant, write_pair
 from qflux.cli import main
 from qflux.data.inspect import Inspected
 from qflux.report.inspection import batch_picture, contact_sheet
@@ -54,6 +54,24 @@ def test_numbers_add_up(config):
     assert summary.steps_per_epoch == 2
     assert 0 < summary.padding < 0.5
     assert [source.visits for source in summary.sources] == [10]
+
+
+def test_a_sample_that_can_not_be_decoded_is_not_counted_on(inspected):
+    """The planted folder has one, and four samples whose prompt or size is at fault elsewhere."""
+    (source,) = inspected.summary.sources
+    assert source.samples == inspected.summary.training == source.visits
+    assert source.faults == sum(f.kind == "unusable" for f in inspected.summary.findings)
+    planned = [visit.sample for step in inspected.plan for visit in step.visits]
+    assert len(planned) == inspected.summary.training
+    assert "truncated" not in {inspected.samples.training[i].example.name for i in planned}
+
+
+def test_equal_samples_can_be_drawn(checkpoint, tmp_path):
+    for name in range(7):
+        write_pair(tmp_path / "data", f"p{name}", name, (160, 160))
+    for size in (1, 2, 3, 5, 7):
+        inspected = Trainer(settings(tmp_path / "data", checkpoint, tmp_path, f"data.batch_size={size}")).inspect()
+        assert batch_picture(inspected).width == 980
 
 
 def test_prompt_lengths_are_estimated_where_there_is_no_tokenizer(config, tmp_path, caplog):

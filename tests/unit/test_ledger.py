@@ -31,7 +31,7 @@ def test_skipped_files_stand_in_the_ledger_with_their_reason(config, data_set, t
     (tmp_path / "data/training_images/scene_001.txt").unlink()
     image = tmp_path / "data/control_images/scene_002.png"
     image.write_bytes(image.read_bytes()[:-200])  # only decoding finds this out
-    settings = config(f"data.path={tmp_path / 'data'}", "data.on_bad_sample=skip")
+    settings = config(f"data.path={tmp_path / 'data'}", f"cache.path={tmp_path / 'cache'}", "data.on_bad_sample=skip")
     report = Trainer(settings).cache()
     assert (report.samples, len(report.skipped)) == (10, 2)
     result = Trainer(settings).fit()

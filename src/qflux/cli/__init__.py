@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -97,13 +98,12 @@ def inspect_(
         inspected = trainer.inspect(update)
     for table in inspection_tables(inspected.summary):
         console.print(table)
+    if json_:
+        write_json(json_.expanduser(), inspected.summary.dump())
     folder = (output or trainer.config.run_dir / "inspect").expanduser()
     pictures = {"contact_sheet.png": contact_sheet(inspected.samples.all), "batch.png": batch_picture(inspected)}
     written = [write_png(folder / name, picture) for name, picture in pictures.items() if picture]
-    if json_:
-        write_json(json_.expanduser(), inspected.summary.dump())
-        written.append(json_)
-    for file in written:
+    for file in [*written, *([json_] if json_ else [])]:
         say(str(file))
 
 
@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             error.show()  # type: ignore[attr-defined]
         sys.exit(2)
     except (Interrupted, KeyboardInterrupt, typer.Abort) as error:
-        complain("interrupted", f"{error or 'nothing is lost'}; run the same command again to go on.")
+        complain("interrupted", f"{str(error) or 'nothing is lost'}; run the same command again to go on.")
         sys.exit(130)
 
 
@@ -225,5 +225,6 @@ def _set_up_logging() -> None:
     for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
         os.environ.setdefault(name, "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    warnings.filterwarnings("ignore", module="PIL")  # what it warns of, `inspect` finds
     handler = RichHandler(console=errors, show_time=False, show_path=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])

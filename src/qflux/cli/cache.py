@@ -157,7 +157,8 @@ def stats(config: MaybeConfig = None, path: Folder = None, set_: Overrides = Non
 
     store = _store(config, path, set_)
     found = count(store)
-    table = Table("kind", "entries", "size", title=str(store.root), title_justify="left")
+    say(str(store.root))
+    table = Table("kind", "entries", "size")
     for kind, counted in found.kinds.items():
         table.add_row(kind, f"{counted.files:,}", amount(counted.bytes))
     table.add_row("all", f"{sum(k.files for k in found.kinds.values()):,}", amount(found.bytes))

@@ -70,6 +70,8 @@ class Manifest:
     mask: str | None
     sizes: dict[str, int]
     """Bytes of each entry, by key."""
+    is_cut: bool
+    """The prompt was longer than allowed."""
 
     @property
     def keys(self) -> SampleKeys:
@@ -91,6 +93,7 @@ class Manifest:
             "n_controls": len(self.images) - 1,
             "mask": self.mask,
             "sizes": self.sizes,
+            "is_cut": self.is_cut,
         }
 
     @classmethod
@@ -108,6 +111,7 @@ class Manifest:
                 img_shapes=tuple((int(f), int(h), int(w)) for f, h, w in values["img_shapes"]),
                 mask=values["mask"],
                 sizes={name: int(size) for name, size in values["sizes"].items()},
+                is_cut=bool(values["is_cut"]),
             )
             if manifest.keys.key != key or {k for _, k in manifest.keys.entries} != manifest.sizes.keys():
                 raise ValueError("it describes another sample")
@@ -151,15 +155,16 @@ class EmbeddingCacheManager:
 
     def complete(self, keys: SampleKeys, staging: Path | None = None) -> None:
         """Record that all entries of a sample are there."""
-        lengths = {key: len(self.read("text", key)["tokens"]) for _, key in keys.texts}
+        texts = {key: TextEmbedding.of(self.read("text", key)) for _, key in keys.texts}
         manifest = Manifest(
             key=keys.key,
             id=keys.id,
-            texts=tuple((variant, key, lengths[key]) for variant, key in keys.texts),
+            texts=tuple((variant, key, len(texts[key].tokens)) for variant, key in keys.texts),
             images=keys.images,
             img_shapes=keys.img_shapes,
             mask=keys.mask,
             sizes={key: self.entry_path(kind, key).stat().st_size for kind, key in keys.entries},
+            is_cut=any(text.is_cut for text in texts.values()),
         )
         write_json(self.manifest_path(keys.key), manifest.dump(), staging)
         self._failure(keys).unlink(missing_ok=True)
@@ -202,7 +207,7 @@ class EmbeddingCacheManager:
             raise CacheError(f"{self.entry_path('mask', str(keys.mask))} has {len(mask)} values", REPAIR)
         return EncodedExample(
             id=keys.id,
-            text=TextEmbedding(text["tokens"], text.get("pooled")),
+            text=TextEmbedding.of(text),
             latents=latents,
             img_shapes=keys.img_shapes[:shown],
             mask=mask,

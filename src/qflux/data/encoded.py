@@ -5,9 +5,11 @@ Shapes: l text tokens, n tokens of one image, C channels of a token.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -36,16 +38,17 @@ class TextLimit:
     cut: int = 0
     """Prompts that were cut so far."""
 
-    def apply(self, count: int, text: str) -> None:
-        """Note a prompt of `count` tokens: fine, cut and counted, or an error."""
+    def apply(self, count: int, text: str) -> bool:
+        """Note a prompt of `count` tokens: fine, cut (true) and counted, or an error."""
         if count <= self.tokens:
-            return
+            return False
         if not self.truncate:
             raise DataError(
                 f"a prompt of {count} tokens is longer than {self.tokens}: {text[:60]!r}…",
                 "shorten it, raise model.max_sequence_length, or set model.on_long_prompt: truncate.",
             )
         self.cut += 1
+        return True
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,17 @@ class TextEmbedding:
 
     tokens: Tensor
     pooled: Tensor | None = None
+    is_cut: bool = False
+    """The prompt was longer than allowed."""
 
     def tensors(self) -> dict[str, Tensor]:
         """As an entry of the cache holds them."""
-        return {"tokens": self.tokens} | ({} if self.pooled is None else {"pooled": self.pooled})
+        pooled = {} if self.pooled is None else {"pooled": self.pooled}
+        return {"tokens": self.tokens} | pooled | ({"cut": torch.ones(1)} if self.is_cut else {})
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> TextEmbedding:
+        return cls(tensors["tokens"], tensors.get("pooled"), "cut" in tensors)
 
 
 class Variant(NamedTuple):

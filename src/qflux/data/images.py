@@ -5,9 +5,10 @@ An image is an `ImageRef`: something with bytes. Most are files; a data set may 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
-import struct
+import stat
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from qflux.errors import DataError
@@ -25,8 +26,16 @@ SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff",
 
 _ORIENTATION_TAG = 0x0112
 _SIDEWAYS = frozenset({5, 6, 7, 8})
+_TRANSPOSE = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 _DEEP = ("I;16", "I;16B", "I;16L", "I")
-_UNREADABLE = (OSError, SyntaxError, ValueError, struct.error, UnidentifiedImageError, Image.DecompressionBombError)
 
 
 class _Local(threading.local):
@@ -62,6 +71,8 @@ class ImageFile:
 
     def stamp(self) -> list[Any]:
         status = self.path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
         # The change time moves even when a tool restores the modification time of a replaced file.
         signs = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         return [str(self.path.absolute()), *signs]
@@ -108,7 +119,9 @@ def read_facts(image: ImageRef) -> ImageFacts:
             digest = hashlib.sha256()
             while length := file.readinto(_local.block):
                 digest.update(_local.block[:length])
-    except _UNREADABLE as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # decoders raise whatever the bytes make them raise
         raise _unreadable(image, error) from None
     return ImageFacts(**header, hash=digest.hexdigest())
 
@@ -117,7 +130,9 @@ def _header(file: ByteStream) -> dict[str, Any]:
     with Image.open(file) as image:
         exif = _png_exif(file, image) if image.format == "PNG" else image.getexif()
         orientation = exif.get(_ORIENTATION_TAG, 1)
-        width, height = image.size[::-1] if orientation in _SIDEWAYS else image.size
+        # Pillow turns a TIFF while it reads it, and says so in its size.
+        turns = orientation in _SIDEWAYS and image.format != "TIFF"
+        width, height = image.size[::-1] if turns else image.size
         return {
             "width": width,
             "height": height,
@@ -129,20 +144,23 @@ def _header(file: ByteStream) -> dict[str, Any]:
         }
 
 
-def load_rgb(image: ImageRef) -> Image.Image:
-    """The image upright, in RGB; transparency is composited onto white."""
-    return _guarded(image, to_rgb)
+def load_rgb(image: ImageRef, expected: str | None = None) -> Image.Image:
+    """The image upright, in RGB; transparency is composited onto white.
+
+    With the hash of its bytes, an image that has changed since that was taken is an error.
+    """
+    return _guarded(image, to_rgb, expected)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Any PIL image upright, in 8-bit RGB; transparency is composited onto white."""
-    image = _eight_bit(ImageOps.exif_transpose(image))
+    image = _eight_bit(_upright(image))
     return (_over("white", image) if _is_transparent(image) else image).convert("RGB")
 
 
-def load_mask(image: ImageRef) -> Image.Image:
+def load_mask(image: ImageRef, expected: str | None = None) -> Image.Image:
     """The mask upright, as 8-bit grey; white is the edited region, transparent is not."""
-    return _guarded(image, _to_grey)
+    return _guarded(image, _to_grey, expected)
 
 
 def load_small(image: ImageRef, side: int) -> Image.Image:
@@ -166,20 +184,42 @@ def to_image(pixels: Tensor) -> Image.Image:
 
 
 def _guarded(
-    image: ImageRef, convert: Callable[[Image.Image], Image.Image], draft: tuple[int, int] | None = None
+    image: ImageRef,
+    convert: Callable[[Image.Image], Image.Image],
+    expected: str | None = None,
+    draft: tuple[int, int] | None = None,
 ) -> Image.Image:
     try:
-        with image.open() as file, Image.open(file) as opened:
+        with _content(image, expected) as file, Image.open(file) as opened:
             if draft and opened.format == "JPEG" and opened.mode in ("RGB", "L"):
                 opened.draft(opened.mode, draft)
             opened.load()
             return convert(opened)
-    except _UNREADABLE as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # decoders raise whatever the bytes make them raise
         raise _unreadable(image, error) from None
 
 
+def _content(image: ImageRef, expected: str | None) -> ByteStream:
+    """The bytes of an image; those that are hashed are those that are decoded."""
+    if expected is None:
+        return image.open()
+    with image.open() as file:
+        data = file.read()
+    if hashlib.sha256(data).hexdigest() != expected:
+        raise ValueError("it has changed since its header was read; run the command again")
+    return io.BytesIO(data)
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Turned as EXIF says. Pillow's own function also writes the metadata anew, and fails if they are odd."""
+    method = _TRANSPOSE.get(image.getexif().get(_ORIENTATION_TAG, 1))
+    return image if method is None else image.transpose(method)
+
+
 def _to_grey(image: Image.Image) -> Image.Image:
-    image = _eight_bit(ImageOps.exif_transpose(image))
+    image = _eight_bit(_upright(image))
     return (_over("black", image) if _is_transparent(image) else image).convert("L")
 
 
@@ -218,6 +258,8 @@ def _eight_bit(image: Image.Image) -> Image.Image:
     """16-bit grey is scaled, not clipped as PIL's own conversion does."""
     if image.mode in _DEEP:
         values = np.asarray(image).astype(np.float64)
+        if values.max() > 65535:
+            raise ValueError("integers beyond 16 bits have no agreed range; convert to 8 or 16 bits")
         return Image.fromarray((values / 65535 * 255).round().clip(0, 255).astype(np.uint8), "L")
     if image.mode == "F":
         raise ValueError("floating-point images have no agreed range; convert to 8 or 16 bits")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -153,7 +153,9 @@ def inspect(
     findings += _prompts(samples, [wanted for _, wanted in lengths], text_limit, config)
     totals = [used + sample.image_tokens for (used, _), sample in zip(lengths, samples, strict=True)]
     _describe(inspection, samples, totals)
-    plan = _describe_plan(inspection, gathered.training, totals[: len(gathered.training)], config)
+    damaged = [bool(look.damaged) for look in looks]
+    _count_damaged(inspection, samples, damaged)
+    plan = _describe_plan(inspection, gathered.training, totals, damaged, config)
     order = {"error": 0, "warning": 1, "note": 2}
     findings.sort(key=lambda finding: (order[finding.level], finding.kind))
     return Inspected(inspection, gathered, [used for used, _ in lengths], plan)
@@ -327,17 +329,39 @@ def _histogram(values: Sequence[float], edges: Sequence[float], unit: str) -> di
     return {labels[i]: counts[i] for i in range(used[0], used[-1] + 1)} if used else {}
 
 
+def _count_damaged(inspection: Inspection, samples: Sequence[SizedExample], damaged: Sequence[bool]) -> None:
+    """Samples of which an image can't be decoded are not trained on either."""
+    for number, (sample, is_damaged) in enumerate(zip(samples, damaged, strict=True)):
+        if not is_damaged:
+            continue
+        for i, source in enumerate(inspection.sources):
+            if source.name == sample.example.source:
+                rest = source.visits - (sample.example.rate if number < len(samples) - inspection.held_out else 0)
+                inspection.sources[i] = replace(
+                    source, samples=source.samples - 1, faults=source.faults + 1, visits=rest
+                )
+
+
 def _describe_plan(
-    inspection: Inspection, training: Sequence[SizedExample], totals: Sequence[int], config: Config
+    inspection: Inspection,
+    training: Sequence[SizedExample],
+    totals: Sequence[int],
+    damaged: Sequence[bool],
+    config: Config,
 ) -> EpochPlan | None:
     budget = config.data.max_tokens
-    large = [(s, n) for s, n in zip(training, totals, strict=True) if budget and n > budget]
+    usable = [(s, n) for s, n, broken in zip(training, totals, damaged, strict=False) if not broken]
+    inspection.training = sum(not sample.example.is_prior for sample, _ in usable)
+    inspection.class_images = len(usable) - inspection.training
+    large = [(sample, count) for sample, count in usable if budget and count > budget]
     for sample, count in large:
         detail = f"{count} tokens, more than data.max_tokens {budget}"
         inspection.findings.append(Finding("error", "too large", sample.example.name, detail))
-    if not training or large:
+    if not usable or large:
         return None
-    plan = EpochPlan(totals, Batching.of(config), config.seed, rates=[sample.example.rate for sample in training])
+    # A damaged sample keeps its place, so that the plan speaks of samples by their numbers, and is never due.
+    rates = [0.0 if broken else s.example.rate for s, broken in zip(training, damaged, strict=False)]
+    plan = EpochPlan(totals[: len(training)], Batching.of(config), config.seed, rates=rates)
     if not len(plan):
         return None
     inspection.steps_per_epoch = len(plan)

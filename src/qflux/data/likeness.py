@@ -23,6 +23,8 @@ KEPT = 16
 
 _COPY = 3.0
 """Mean difference, of 255, up to which two images count as copies."""
+_LOCAL = 20.0
+"""The same for their most different spot: a small edit is not a copy."""
 MOST_PAIRS = 20_000
 """Pairs compared with each other; beyond that a comparison of all with all takes minutes."""
 _MOST_NEIGHBOURS = 500
@@ -82,7 +84,7 @@ def _edges(image: Image.Image) -> Floats:
 def copies(thumbnails: Sequence[NDArray[np.uint8]]) -> list[list[int]]:
     """Groups of images that look the same. Flat images look alike without being copies, and are left out."""
     vectors = np.stack(thumbnails).reshape(len(thumbnails), -1).astype(np.float32)
-    textured = np.flatnonzero(vectors.std(1) > 4)
+    textured = np.flatnonzero(vectors.reshape(len(vectors), -1, 3).std(1).max(1) > 4)
     order = textured[np.argsort(vectors[textured].mean(1), kind="stable")]
     means = vectors[order].mean(1)
     group_of: dict[int, int] = {}
@@ -91,9 +93,9 @@ def copies(thumbnails: Sequence[NDArray[np.uint8]]) -> list[list[int]]:
         # Copies have almost the same mean, so only neighbours need a look, and of those the nearest.
         end = min(int(np.searchsorted(means, means[position] + _COPY, side="right")), position + _MOST_NEIGHBOURS)
         others = order[position + 1 : end]
-        differences = np.abs(vectors[others] - vectors[index]).mean(1)
+        differences = np.abs(vectors[others] - vectors[index])
         group = group_of.setdefault(index, index)
-        for other in map(int, others[differences <= _COPY]):
+        for other in map(int, others[(differences.mean(1) <= _COPY) & (differences.max(1) <= _LOCAL)]):
             if other not in group_of:
                 group_of[other] = group
                 groups.setdefault(group, [group]).append(other)
@@ -105,14 +107,21 @@ def crossed(controls: Sequence[NDArray[np.uint8]], targets: Sequence[NDArray[np.
     count = min(len(controls), MOST_PAIRS)
     first, second = _normalised(controls[:count]), _normalised(targets[:count])
     own = (first * second).sum(1)
+    textured = np.minimum(_spread(controls[:count]), _spread(targets[:count])) > 4
     for start in range(0, count, 1024):
         alike = first[start : start + 1024] @ second.T
         best = alike.argmax(1)
         for offset, other in enumerate(best):
             index = start + offset
             score = float(alike[offset, other])
-            if other != index and score > 0.8 and score - own[index] > 0.3 and second[other] @ second[index] < 0.9:
+            better = score > 0.8 and score - own[index] > 0.3
+            if other != index and better and second[other] @ second[index] < 0.9 and textured[[index, other]].all():
                 yield index, int(other)
+
+
+def _spread(thumbnails: Sequence[NDArray[np.uint8]]) -> Floats:
+    """`(n,)` how far the grey values of each thumbnail spread; flat ones have no pattern to compare."""
+    return np.stack(thumbnails).astype(np.float32).mean(-1).reshape(len(thumbnails), -1).std(1)
 
 
 def _normalised(thumbnails: Sequence[NDArray[np.uint8]]) -> Floats:
@@ -132,7 +141,7 @@ def reversed_edits(controls: Sequence[Floats], targets: Sequence[Floats]) -> lis
     change = np.stack(targets) - np.stack(controls)
     middle = np.median(change, axis=0)
     agreement = (np.sign(change) == np.sign(middle)).mean(0)
-    common = (np.abs(middle) > 0.02) & (agreement >= 0.75)
+    common = (np.abs(middle) > 0.02) & (agreement >= 0.9)
     if not common.any():
         return []
     relative = (change[:, common] / middle[common]).clip(-2, 2).mean(1)

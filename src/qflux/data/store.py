@@ -18,6 +18,10 @@ def write_bytes(path: Path, data: bytes, staging: Path | None = None) -> None:
 
     It is written in the folder `staging` of the same file system first, by default beside its final place.
     """
+    path = path.resolve() if path.is_symlink() else path
+    if path.exists() and not path.is_file():  # a device or a pipe: there is nothing to replace
+        path.write_bytes(data)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = (staging or path.parent) / f".{path.name}.{os.getpid()}.tmp"
     try:

@@ -29,7 +29,7 @@ def read_table(settings: CsvSource | JsonlSource) -> Listing:
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}", "save it as UTF-8.") from None
     except csv.Error as error:
-        raise DataError(f"{path} is not a valid CSV table: {error}", "check quotes and separators.") from None
+        raise DataError(f"{path} is not a valid CSV table: {error}", "check its quotes, and that it is one.") from None
     if columns:
         require_columns(shown(path), columns, settings.columns, ("target", "prompt"))
     root = settings.root or path.parent
@@ -54,6 +54,15 @@ def require_columns(name: str, present: Sequence[str], columns: Section, needed:
             raise DataError(f"{name} has no column {column!r}", f"{hint} Set columns.{role} of the source to map it.")
 
 
+def is_text(value: str) -> bool:
+    """It can be written as UTF-8; JSON can say things that can't."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def note_controls(listing: Listing) -> None:
     """Say how many samples have no control image, if some or all have none."""
     without = [example.name for example in listing.examples if not example.controls]
@@ -69,9 +78,12 @@ def _place(path: Path, line: int) -> str:
 
 def _csv(path: Path, listing: Listing) -> tuple[list[str], list[Row]]:
     rows: list[Row] = []
+    csv.field_size_limit(1 << 24)
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         columns = list(reader.fieldnames or [])
+        if len(columns) == 1 and (separator := next((c for c in ";\t|" if c in columns[0]), None)):
+            raise DataError(f"{path}: its values are separated by {separator!r}", "save it with commas between values.")
         twice = sorted({name for name in columns if columns.count(name) > 1})
         if twice:
             raise DataError(f"{path} has the column {twice[0]!r} twice", "rename one of them.")
@@ -99,7 +111,7 @@ def _json_rows(path: Path, listing: Listing) -> Iterator[Row]:
                 continue
             try:
                 value = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 listing.fault(_place(path, number), f"not valid JSON: {error}")
                 continue
             if isinstance(value, dict):
@@ -127,6 +139,9 @@ def _example(
         listing.fault(name, f"{columns.target} is empty")
         return None
     prompt = str(fields.get(columns.prompt, "")).strip()
+    if not is_text(prompt):
+        listing.fault(name, f"{columns.prompt} holds half a character (a lone surrogate)")
+        return None
     if not prompt:
         listing.fault(name, f"{columns.prompt} is empty")
         return None
@@ -149,5 +164,5 @@ def _plain(columns: TableColumns) -> tuple[str, ...]:
 
 def _number(key: str, columns: TableColumns) -> int | None:
     """The number of a further control's column, if it is one."""
-    match = re.fullmatch(re.escape(columns.control) + r"_([1-9]\d*)", key)
+    match = re.fullmatch(re.escape(columns.control) + r"_([1-9]\d{0,3})", key)
     return int(match[1]) if match else None

@@ -91,7 +91,7 @@ def _drawn(item: _Hard) -> tuple[Image.Image, Image.Image] | None:
     ImageDraw.Draw(dim).rectangle((inside[0], inside[1], inside[2] - 1, inside[3] - 1), outline=TARGET, width=2)
     after = item.transform(image)
     scale = CELL / max(after.size)
-    return dim, after.resize((round(after.width * scale), round(after.height * scale)))
+    return dim, after.resize((max(1, round(after.width * scale)), max(1, round(after.height * scale))))
 
 
 def _caption(item: _Hard) -> tuple[str, str]:

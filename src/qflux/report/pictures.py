@@ -98,7 +98,8 @@ def batch_layout(samples: Sequence[SampleTokens], width: int = 980) -> Image.Ima
     for sample in samples:
         left = _segments(pen, sample, left, top, bar, packed_scale)
         pen.line((left, top - 4, left, top + bar + 4), INK, 2)
-    pen.rectangle((left, top, MARGIN + longest * len(samples) * packed_scale, top + bar), outline=(203, 210, 219))
+    end = max(left, MARGIN + longest * len(samples) * packed_scale)  # equal but for rounding if nothing is padded
+    pen.rectangle((left, top, end, top + bar), outline=(203, 210, 219))
     note = f"{padding:.0%} not computed"
     pen.text((width - MARGIN - small.getlength(note), top + bar + 14), note, FAINT, small)
     _legend(pen, top + bar + 14, small, max(len(s.controls) for s in samples))
@@ -108,7 +109,7 @@ def batch_layout(samples: Sequence[SampleTokens], width: int = 980) -> Image.Ima
 def _segments(pen: Any, sample: SampleTokens, left: float, top: int, height: int, scale: float) -> float:
     colours = [TEXT, TARGET, *(CONTROLS[min(i, len(CONTROLS) - 1)] for i in range(len(sample.controls)))]
     for tokens, colour in zip((sample.text, sample.target, *sample.controls), colours, strict=True):
-        pen.rectangle((left, top, left + tokens * scale, top + height), fill=colour)
+        pen.rectangle((left, top, max(left, left + tokens * scale), top + height), fill=colour)
         left += tokens * scale
     return left
 

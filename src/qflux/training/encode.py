@@ -19,8 +19,7 @@ from qflux.data.cache import RECACHE, EmbeddingCacheManager, Manifest, SampleKey
 from qflux.data.encoded import WHOLE, EncodedExample, Prompt, TextEmbedding, Variant
 from qflux.data.entries import VERSION
 from qflux.data.examples import Fault
-from qflux.data.geometry import Transform
-from qflux.data.images import ImageRef, load_mask, load_rgb, to_pixels
+from qflux.data.images import load_mask, load_rgb, to_pixels
 from qflux.data.samples import Progress, SizedExample, gather, require_usable
 from qflux.data.store import key_of
 from qflux.data.stored import StoredSample
@@ -176,16 +175,23 @@ def circumstances(config: Config) -> str:
     return f"on_long_prompt: {config.model.on_long_prompt}"
 
 
+def is_refused(manifest: Manifest, config: Config) -> bool:
+    """The sample is in the cache, but was made under a setting that this config does not share."""
+    return manifest.is_cut and config.model.on_long_prompt == "error"
+
+
 def require_complete(planned: PlannedSet, cache: EmbeddingCacheManager, config: Config) -> None:
     """An error that names the samples whose embeddings are missing; those known to be unusable may be left out."""
     missing = []
     samples = planned.from_images
     for sample in samples:
         manifest = cache.manifest(sample.keys)
-        if manifest is not None:
+        if manifest is not None and not is_refused(manifest, config):
             planned.manifests[sample.address] = manifest
             continue
         reason = cache.failure(sample.keys, circumstances(config))
+        if manifest is not None:
+            reason = "its prompt is longer than allowed and was cut, and model.on_long_prompt is error"
         if reason and config.data.on_bad_sample == "skip":
             planned.drop(sample, reason)
         else:
@@ -232,8 +238,8 @@ class OpenedExample:
 
 def open_example(sample: PlannedSample, variant: Variant = WHOLE) -> OpenedExample:
     """Read and transform the images of a sample."""
-    shown = sample.example.images if variant.controls else sample.example.images[:1]
-    images = tuple(open_image(ref, transform) for ref, transform in zip(shown, sample.transforms, strict=False))
+    shown = len(sample.facts) if variant.controls else 1
+    images = tuple(open_image(sample, number) for number in range(shown))
     return OpenedExample(sample, images, open_prompt(sample, variant), open_mask(sample))
 
 
@@ -248,15 +254,16 @@ def encode_example(opened: OpenedExample, encoder: Encoder) -> EncodedExample:
     )
 
 
-def open_image(ref: ImageRef, transform: Transform) -> Tensor:
-    """Pixels `(3, H, W)` in [-1, 1] at training size."""
-    return to_pixels(transform(load_rgb(ref)))
+def open_image(sample: PlannedSample, number: int) -> Tensor:
+    """Image `number` of a sample, target first: pixels `(3, H, W)` in [-1, 1] at training size."""
+    ref, facts = sample.example.images[number], sample.facts[number]
+    return to_pixels(sample.transforms[number](load_rgb(ref, facts.hash)))
 
 
 def open_prompt(sample: PlannedSample, variant: Variant = WHOLE) -> Prompt:
     """The prompt with the images that the text encoder sees."""
-    controls = zip(sample.example.controls, sample.views, strict=True) if variant.controls else ()
-    images = tuple(view(load_rgb(ref)) for ref, view in controls if view)
+    controls = zip(sample.example.controls, sample.facts[1:], sample.views, strict=True) if variant.controls else ()
+    images = tuple(view(load_rgb(ref, facts.hash)) for ref, facts, view in controls if view)
     return Prompt(sample.example.prompt if variant.caption else "", images=images)
 
 
@@ -264,7 +271,7 @@ def open_mask(sample: PlannedSample) -> Tensor | None:
     """The mask in token space."""
     if sample.example.mask is None:
         return None
-    grey = sample.transforms[0](load_mask(sample.example.mask), fill="black")
+    grey = sample.transforms[0](load_mask(sample.example.mask, sample.mask_hash), fill="black")
     return mask_to_tokens(torch.from_numpy(np.array(grey, dtype=np.float32))[None] / 255)[0]
 
 

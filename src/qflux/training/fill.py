@@ -28,6 +28,7 @@ from qflux.data.claims import Claims
 from qflux.data.loader import read_ahead
 from qflux.errors import CacheError, DataError
 from qflux.models.family import Encoder
+from qflux.ragged.layout import image_tokens
 from qflux.training.encode import PlannedSample, encode_prompts, open_image, open_mask, open_prompt
 
 logger = logging.getLogger(__name__)
@@ -262,14 +263,12 @@ def _recipes(sample: PlannedSample, text_tokens: int) -> Iterator[_Entry]:
     keys = sample.keys
     for variant, key in keys.texts:
         yield _Entry("text", key, (), text_tokens, [sample], lambda v=variant: open_prompt(sample, v))  # type: ignore[misc]
-    for ref, transform, key, shape in zip(
-        sample.example.images, sample.transforms, keys.images, sample.img_shapes, strict=True
-    ):
-        tokens = shape[1] * shape[2]
-        yield _Entry("image", key, transform.size, tokens, [sample], lambda r=ref, t=transform: open_image(r, t))  # type: ignore[misc]
+    for number, (transform, key) in enumerate(zip(sample.transforms, keys.images, strict=True)):
+        tokens = image_tokens(sample.img_shapes[number : number + 1])
+        yield _Entry("image", key, transform.size, tokens, [sample], lambda n=number: open_image(sample, n))  # type: ignore[misc]
     if keys.mask:
-        rows, columns = sample.img_shapes[0][1:]
-        yield _Entry("mask", keys.mask, (), rows * columns, [sample], lambda: open_mask(sample))
+        tokens = image_tokens(sample.img_shapes[:1])
+        yield _Entry("mask", keys.mask, (), tokens, [sample], lambda: open_mask(sample))
 
 
 def _units(work: Sequence[_Entry], batch_size: int) -> Iterator[list[_Entry]]:

@@ -46,6 +46,7 @@ from qflux.training.encode import (
     PlannedSet,
     TrainingSample,
     circumstances,
+    is_refused,
     plan_samples,
     require_complete,
     require_fitting,
@@ -120,6 +121,7 @@ class Trainer:
                 circumstances(self.config),
             )
             report = filler.fill(planned.from_images, self.text_limit.tokens, claims)
+            self._refuse_cut_prompts(planned, report)
             self.store.index.tidy()
         finally:
             claims.close()
@@ -135,6 +137,14 @@ class Trainer:
         for reason in report.failed:
             logger.warning("skipped: %s", reason)
         return report
+
+    def _refuse_cut_prompts(self, planned: PlannedSet, report: CacheReport) -> None:
+        """Prompts that an earlier run with another setting has cut are failures of this one."""
+        for sample in planned.from_images:
+            manifest = self.store.manifest(sample.keys)
+            if manifest is not None and is_refused(manifest, self.config):
+                report.samples -= 1
+                report.failed.append(f"{sample.example.name}: its prompt is longer than allowed, and was cut")
 
     def samples(self) -> PlannedSet:
         """The samples of the config; all of them cached, if the cache is used."""

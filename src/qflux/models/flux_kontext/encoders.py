@@ -32,14 +32,13 @@ class FluxKontextEncoder:
     def encode_text(self, prompts: Sequence[Prompt]) -> list[TextEmbedding]:
         clip, t5 = self._parts.text_encoder, self._parts.text_encoder_2
         for_t5 = [prompt.text_2 or prompt.text for prompt in prompts]
-        for text in for_t5:
-            self._limit.apply(len(self._parts.tokenizer_2(text).input_ids), text)
+        cut = [self._limit.apply(len(self._parts.tokenizer_2(text).input_ids), text) for text in for_t5]
         # CLIP reads the first 77 tokens whatever follows: its pooled vector is a summary, T5 has the whole prompt.
         clip_ids = _tokenize(self._parts.tokenizer, [p.text for p in prompts], self._parts.tokenizer.model_max_length)
         t5_ids = _tokenize(self._parts.tokenizer_2, for_t5, self._limit.tokens)
         pooled = clip(clip_ids.to(clip.device)).pooler_output
         tokens = t5(t5_ids.to(t5.device))[0]
-        return [TextEmbedding(tokens[i], pooled[i]) for i in range(len(prompts))]
+        return [TextEmbedding(tokens[i], pooled[i], cut[i]) for i in range(len(prompts))]
 
     @torch.no_grad()
     def encode_images(self, pixels: Sequence[Tensor]) -> list[Tensor]:

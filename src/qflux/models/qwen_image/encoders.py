@@ -41,9 +41,10 @@ class QwenImageEncoder:
             output_hidden_states=True,
         ).hidden_states[-1]
         embeddings = split_valid(hidden, inputs["attention_mask"], self._template.drop)
-        for tokens, prompt in zip(embeddings, prompts, strict=True):
-            self._limit.apply(len(tokens), prompt.text)
-        return [TextEmbedding(tokens[: self._limit.tokens]) for tokens in embeddings]
+        return [
+            TextEmbedding(tokens[: self._limit.tokens], is_cut=self._limit.apply(len(tokens), prompt.text))
+            for tokens, prompt in zip(embeddings, prompts, strict=True)
+        ]
 
     @torch.no_grad()
     def encode_images(self, pixels: Sequence[Tensor]) -> list[Tensor]:
