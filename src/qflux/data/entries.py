@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,10 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import save
 from torch import Tensor
 
 VERSION = "2.0"
+
+Bytes = NDArray[np.uint8]
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -52,12 +56,11 @@ def read(path: Path) -> dict[str, Tensor]:
     """The tensors of an entry. Anything but what was written is a `BrokenEntry`; a missing file is an `OSError`."""
     buffer = _bytes(path)
     parsed = _parse(buffer)
-    if parsed.metadata.get("sum") != _sum(parsed.bare, memoryview(buffer)[parsed.start :]):
+    if parsed.metadata.get("sum") != _sum(parsed.bare, buffer[parsed.start :].data):
         raise BrokenEntry("its contents do not fit its checksum")
+    data = torch.from_numpy(buffer[parsed.start :])
     return {
-        name: torch.frombuffer(buffer, dtype=item.dtype, count=item.count, offset=parsed.start + item.begin).view(
-            item.shape
-        )
+        name: data[item.begin : item.begin + item.count * item.dtype.itemsize].view(item.dtype).view(item.shape)
         for name, item in parsed.tensors.items()
     }
 
@@ -66,7 +69,7 @@ def check(path: Path) -> None:
     """A `BrokenEntry` unless the file is exactly what was written, by its strong checksum."""
     buffer = _bytes(path)
     parsed = _parse(buffer)
-    if parsed.metadata.get("sha256") != _sha256(parsed.bare, memoryview(buffer)[parsed.start :]):
+    if parsed.metadata.get("sha256") != _sha256(parsed.bare, buffer[parsed.start :].data):
         raise BrokenEntry("its contents do not fit its checksum")
 
 
@@ -88,20 +91,21 @@ class _Parsed:
     """Where the data begin."""
 
 
-def _bytes(path: Path) -> bytearray:
+def _bytes(path: Path) -> Bytes:
+    """The file, mapped: checking it is then the only time that its bytes are read. Writing to it writes to a copy."""
     with path.open("rb", buffering=0) as file:
-        buffer = bytearray(os.fstat(file.fileno()).st_size)
-        if file.readinto(buffer) != len(buffer):
-            raise BrokenEntry("it can't be read to its end")
-    return buffer
+        size = os.fstat(file.fileno()).st_size
+        if size == 0:
+            raise BrokenEntry("it is empty")
+        return np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), np.uint8)
 
 
-def _parse(buffer: bytearray) -> _Parsed:
-    start = 8 + int.from_bytes(buffer[:8], "little")
+def _parse(buffer: Bytes) -> _Parsed:
+    start = 8 + int.from_bytes(buffer[:8].tobytes(), "little")
     if not 8 < start <= len(buffer):
         raise BrokenEntry("it is cut off")
     try:
-        header = json.loads(bytes(buffer[8:start]))
+        header = json.loads(buffer[8:start].tobytes())
         metadata = header.pop("__metadata__")
         if metadata.get("version") != VERSION:
             raise BrokenEntry(f"its version is {metadata.get('version')!r}, not {VERSION!r}")
