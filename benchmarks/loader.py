@@ -22,7 +22,7 @@ from qflux.data.encoded import WHOLE
 from qflux.data.loader import read_ahead
 from qflux.data.store import key_of
 
-SAMPLES, WORKERS, REPEATS = 300, 4, 5
+SAMPLES, REPEATS = 300, 5
 
 
 def fill(store: EmbeddingCacheManager) -> list[SampleKeys]:
@@ -66,7 +66,7 @@ def main() -> None:
         rows = [("plain safetensors reads", timed(plain))]
         rows += [
             (f"loader, {workers} workers, every entry checked", timed(lambda workers=workers: through_loader(workers)))  # type: ignore[misc]
-            for workers in (0, 1, 2, WORKERS)
+            for workers in (0, 1, 2, 4)
         ]
     print(f"{SAMPLES} samples, {len(files)} files, {size / 1e9:.2f} GB, median of {REPEATS}\n")
     print("| | GB/s | of plain reads |\n|---|---|---|")

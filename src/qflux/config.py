@@ -216,7 +216,7 @@ class DataSettings(Section):
     max_tokens: int | None = Field(
         default=None, ge=1, description="instead of batch_size: text and image tokens in a micro-batch"
     )
-    num_workers: int = Field(default=4, ge=0, le=256, description="threads that read samples ahead of the step")
+    num_workers: int = Field(default=2, ge=0, le=256, description="threads that read samples ahead of the step")
     on_bad_sample: Literal["error", "skip"] = Field(
         default="error", description="skip: leave out what can't be used, and name each one in the ledger"
     )

@@ -10,6 +10,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from qflux.config import load_config
+from qflux.data.cache import EmbeddingCacheManager
+from qflux.data.upkeep import verify
 from qflux.errors import CacheError, CheckpointError, ConfigError, DataError
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
@@ -129,6 +131,25 @@ def test_an_entry_of_another_sample_under_this_name_is_named_not_trained_on(proj
         trainer.store.complete(sample.keys)
     with pytest.raises(CacheError, match="it has no tensor latents"):
         trainer.fit()
+
+
+def test_an_entry_copied_over_another_one_is_noticed(project, tmp_path):
+    settings = project("train.num_epochs=1", "train.max_train_steps=null")
+    Trainer(settings).cache()
+    texts = sorted((tmp_path / "cache/entries/text").rglob("*.safetensors"))
+    assert texts[0].stat().st_size == texts[1].stat().st_size
+    shutil.copy(texts[0], texts[1])
+    with pytest.raises(CacheError, match=rf"{texts[1].name} is damaged: it is the entry 'text/{texts[0].stem}'"):
+        Trainer(settings).fit()
+    assert verify(EmbeddingCacheManager(tmp_path / "cache")).broken.keys() >= {texts[1]}
+
+
+def test_other_dropout_needs_no_more_than_the_entries_it_lacks(project):
+    with_dropout = project("train.caption_dropout=0.1", "train.control_dropout=0.1")
+    Trainer(with_dropout).cache()
+    assert Trainer(project()).fit().steps == 3
+    assert new_entries(project()) == 0
+    assert Trainer(with_dropout).samples().training
 
 
 def test_a_deleted_entry_and_a_deleted_manifest_are_named_and_made_again(project, tmp_path):
@@ -365,7 +386,7 @@ def test_what_there_is_to_do_is_said_first_and_too_little_room_stops_it(project,
     assert estimate.entries == progress[-1][0] == progress[-1][1]
     assert [done for done, _ in progress] == sorted(done for done, _ in progress)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("U", (), {"free": 1000}))
-    with pytest.raises(CacheError, match=r"needs about .* more, and .* has 1e-06 GB free"):
+    with pytest.raises(CacheError, match=r"has 1e-06 GB free, and the cache needs at least .* more"):
         Trainer(project("model.dtype=bfloat16")).cache()
 
 

@@ -75,6 +75,26 @@ def test_more_bytes_than_written_are_noticed(written):
         entries.read(longer)
 
 
+def test_blocks_out_of_place_are_noticed(tmp_path):
+    halves = torch.randn(2, 64 * 1024)
+    (tmp_path / "e").write_bytes(entries.dump({"a": halves}))
+    data = bytearray((tmp_path / "e").read_bytes())
+    half = halves[0].numel() * 4
+    data[-2 * half : -half], data[-half:] = data[-half:], data[-2 * half : -half]
+    (tmp_path / "e").write_bytes(data)
+    with pytest.raises(BrokenEntry, match="checksum"):
+        entries.read(tmp_path / "e")
+
+
+def test_an_entry_knows_its_name(tmp_path):
+    (tmp_path / "e").write_bytes(entries.dump(TENSORS, "text/a"))
+    assert entries.is_whole(tmp_path / "e", "text/a")
+    for look in (entries.read, entries.check):
+        look(tmp_path / "e", "text/a")
+        with pytest.raises(BrokenEntry, match="it is the entry 'text/a', not 'text/b'"):
+            look(tmp_path / "e", "text/b")
+
+
 def test_a_foreign_safetensors_file_is_no_entry(tmp_path):
     from safetensors.torch import save_file
 

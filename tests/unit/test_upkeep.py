@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -99,6 +100,57 @@ def test_gc_keeps_what_any_of_several_configs_needs(project, tmp_path):
     assert tree(tmp_path / "cache").keys() == before.keys()
     assert run("cache", "gc", "--config", other) == 0
     assert len(tree(tmp_path / "cache")) < len(before)
+
+
+def test_gc_keeps_what_an_interrupted_run_has_made(project, tmp_path):
+    entries = len(list((tmp_path / "cache/entries").rglob("*.safetensors")))
+    shutil.rmtree(tmp_path / "cache/samples")
+    assert run("cache", "gc", "--config", tmp_path / "config.yaml") == 0
+    assert len(list((tmp_path / "cache/entries").rglob("*.safetensors"))) == entries
+    assert Trainer(project).cache().new_entries == 0
+
+
+def test_gc_keeps_samples_that_exist_only_here(project, tmp_path):
+    values = project.dump()
+    values["data"] |= {"path": None, "sources": [{"type": "cache", "path": str(tmp_path / "cache")}]}
+    (tmp_path / "stored.yaml").write_text(yaml.safe_dump(values))
+    before = tree(tmp_path / "cache")
+    assert run("cache", "gc", "--config", tmp_path / "stored.yaml") == 0
+    assert tree(tmp_path / "cache") == before
+
+
+def test_foreign_files_in_a_cache_folder_stay(project, tmp_path):
+    for folder in ("tmp/20240101", ".unfinished/notes"):
+        (tmp_path / "cache" / folder).mkdir(parents=True)
+        (tmp_path / "cache" / folder / "x").write_text("mine")
+    (tmp_path / "cache/.unfinished/.DS_Store").write_text("")
+    Trainer(project).cache()
+    assert run("cache", "gc", "--config", tmp_path / "config.yaml") == 0
+    assert len(list((tmp_path / "cache").rglob("x"))) == 2
+
+
+@pytest.mark.parametrize("change", [("is_cut", True), ("id", "0" * 64), ("img_shapes", [[1, 2, 3]])])
+def test_a_changed_manifest_is_noticed_and_made_again(project, tmp_path, change):
+    path = sorted((tmp_path / "cache/samples").rglob("*.json"))[0]
+    whole = path.read_bytes()
+    path.write_text(json.dumps(json.loads(whole) | dict([change])))
+    assert path in verify(EmbeddingCacheManager(tmp_path / "cache")).broken
+    with pytest.raises(CacheError, match="its manifest missing"):
+        Trainer(project).fit()
+    assert Trainer(project).cache().new_entries == 0
+    assert path.read_bytes() == whole
+
+
+def test_a_changed_digit_in_the_index_is_noticed(project, tmp_path):
+    index = tmp_path / "cache/index.jsonl"
+    Trainer(project).cache()
+    whole = index.read_text()
+    mine = next(line for line in whole.splitlines() if str(tmp_path / "data") in line and '"width": 2' in line)
+    index.write_text(whole.replace(mine, mine.replace('"width": 2', '"width": 3')))
+    trainer = Trainer(project)
+    assert trainer.cache().new_entries == 0
+    assert trainer.store.index.read == 1
+    assert index.read_text() == whole
 
 
 def test_gc_on_faulty_data_removes_nothing(project, tmp_path):

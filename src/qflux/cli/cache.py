@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from qflux.cli.terminal import Overrides, amount, console, progress_bar, say, trainer_of
+from qflux.cli.terminal import Overrides, amount, console, duration, progress_bar, say, trainer_of
 from qflux.errors import CacheError, ConfigError
 
 if TYPE_CHECKING:
     from qflux.data.cache import EmbeddingCacheManager
-    from qflux.training.fill import Estimate
+    from qflux.training.fill import CacheReport, Estimate
 
 cache_app = typer.Typer(invoke_without_command=True, no_args_is_help=True)
 
@@ -40,19 +40,38 @@ def cache(context: typer.Context, config: MaybeConfig = None, set_: Overrides = 
     trainer = trainer_of(config, set_)
     with progress_bar() as bar:
         task = bar.add_task("cache", total=None, note="entries")
-        listener = Listener(_announce, lambda done, total: bar.update(task, completed=done, total=total))
-        report = trainer.cache(listener)
+        accounts: list[CacheReport] = []
+        listener = Listener(
+            estimate=_announce,
+            forecast=lambda kind, seconds: _say_first(f"{kind} entries: about {duration(seconds)} to go."),
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            finished=accounts.append,
+        )
+        try:
+            trainer.cache(listener)
+        finally:
+            bar.stop()
+            for report in accounts:
+                _account(report, trainer.store.root)
+
+
+def _account(report: CacheReport, root: Path) -> None:
     parts = [f"{report.new_entries} entries new ({amount(report.new_bytes)})", f"{report.reused_entries} reused"]
     parts += [f"{report.cut} prompts cut"] if report.cut else []
     parts += [f"{len(report.skipped)} skipped"] if report.skipped else []
     process = f"process {os.environ['RANK']}: " if "RANK" in os.environ else ""
-    say(f"{process}{report.samples} samples in {trainer.store.root}: {', '.join(parts)}, {report.seconds:.1f} s.")
+    say(f"{process}{report.samples} samples in {root}: {', '.join(parts)}, {report.seconds:.1f} s.")
 
 
 def _announce(estimate: Estimate) -> None:
+    kinds = f"{estimate.prompts} prompts, {estimate.images} images, {estimate.masks} masks"
+    _say_first(f"to make: {kinds}; at most about {amount(estimate.bytes)}, {amount(estimate.free)} are free.")
+
+
+def _say_first(text: str) -> None:
+    """Of several processes only the first one says it."""
     if os.environ.get("RANK", "0") == "0":
-        kinds = f"{estimate.prompts} prompts, {estimate.images} images, {estimate.masks} masks"
-        say(f"to make: {kinds}; about {amount(estimate.bytes)}, {amount(estimate.free)} are free.")
+        say(text)
 
 
 @cache_app.command()
@@ -99,6 +118,7 @@ def gc(
 ) -> None:
     """Remove what no data set of these configs refers to."""
     from qflux.data.claims import Claims  # noqa: PLC0415
+    from qflux.data.stored import StoredSample  # noqa: PLC0415
     from qflux.data.upkeep import collect  # noqa: PLC0415
     from qflux.training.encode import plan_samples  # noqa: PLC0415
 
@@ -109,19 +129,18 @@ def gc(
             f"these configs have {len(roots)} caches: {', '.join(map(str, sorted(roots)))}", "one at a time."
         )
     store = _existing(trainers[0].store)
-    wanted = {
-        sample.keys.key
-        for trainer in trainers
-        for sample in plan_samples(trainer.config, trainer.family, trainer.store).from_images
-    }
+    planned = [plan_samples(trainer.config, trainer.family, trainer.store) for trainer in trainers]
+    samples = [sample.keys for part in planned for sample in part.from_images]
+    stored = [sample.address for part in planned for sample in part.all if isinstance(sample, StoredSample)]
     claims = Claims(store.root)
     try:
         with claims.alone():
-            found = collect(store, wanted, dry_run)
+            found = collect(store, samples, stored, dry_run)
     finally:
         claims.close()
     verb = "would go" if dry_run else "removed"
-    say(f"{len(found.files)} files {verb} ({amount(found.bytes)}); {found.kept} entries of {len(wanted)} samples stay.")
+    kept = f"{found.kept} entries of {len(samples) + len(stored)} samples stay"
+    say(f"{len(found.files)} files {verb} ({amount(found.bytes)}); {kept}.")
 
 
 @cache_app.command()

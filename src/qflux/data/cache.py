@@ -5,7 +5,7 @@
     failed/<key>.json                  why a sample could not be encoded
     encoders.json                      what the encoders of a checkpoint are known by, once they have been seen
     index.jsonl                        what is known of source files (see `index`)
-    locks, tmp/                        processes at work (see `claims`)
+    locks, .unfinished/                processes at work (see `claims`)
 
 An entry's key is a hash of the source's bytes, the transform, the encoder and the dtype. Changing one of them is a
 miss; there is no such thing as a stale entry.
@@ -14,8 +14,9 @@ miss; there is no such thing as a stale entry.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ class SampleKeys:
 
     @property
     def key(self) -> str:
-        return key_of("sample", VERSION, [key for _, key in self.texts], self.images, self.mask)
+        """Of the whole sample; what dropout leaves of it does not matter."""
+        return key_of("sample", VERSION, self.texts[0][1], self.images, self.mask)
 
     @property
     def entries(self) -> list[tuple[str, str]]:
@@ -96,6 +98,10 @@ class Manifest:
             "is_cut": self.is_cut,
         }
 
+    def sealed(self) -> dict[str, Any]:
+        """With a checksum, as it is written."""
+        return self.dump() | {"checksum": key_of(self.dump())}
+
     @classmethod
     def parse(cls, key: str, text: str) -> Manifest:
         """A `ValueError` if this is no manifest of a sample with this key."""
@@ -113,6 +119,8 @@ class Manifest:
                 sizes={name: int(size) for name, size in values["sizes"].items()},
                 is_cut=bool(values["is_cut"]),
             )
+            if values["checksum"] != key_of(manifest.dump()):
+                raise ValueError("its contents do not fit its checksum")
             if manifest.keys.key != key or {k for _, k in manifest.keys.entries} != manifest.sizes.keys():
                 raise ValueError("it describes another sample")
         except (KeyError, TypeError, AttributeError) as error:
@@ -126,17 +134,18 @@ class EmbeddingCacheManager:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.index = FileIndex(root / "index.jsonl")
+        self._entries = root / "entries"
 
     def entry_path(self, kind: str, key: str) -> Path:
-        return self.root / "entries" / kind / key[:2] / f"{key}.safetensors"
+        return self._entries / f"{kind}/{key[:2]}/{key}.safetensors"
 
     def has(self, kind: str, key: str) -> bool:
-        """The entry is there. Only whole files ever get a name, so this needs no look inside."""
-        return self.entry_path(kind, key).is_file()
+        """The entry is there, as long as its header says. (Its contents are checked when they are read.)"""
+        return entries.is_whole(self.entry_path(kind, key), f"{kind}/{key}")
 
     def write(self, kind: str, key: str, tensors: Mapping[str, Tensor], staging: Path | None = None) -> int:
         """Write an entry; its size in bytes."""
-        data = entries.dump(tensors)
+        data = entries.dump(tensors, f"{kind}/{key}")
         write_bytes(self.entry_path(kind, key), data, staging)
         return len(data)
 
@@ -144,7 +153,7 @@ class EmbeddingCacheManager:
         """An entry; a `CacheError` that names it if it is missing or not what was written."""
         path = self.entry_path(kind, key)
         try:
-            tensors = entries.read(path)
+            tensors = entries.read(path, f"{kind}/{key}")
             if KINDS[kind] not in tensors:
                 raise BrokenEntry(f"it has no tensor {KINDS[kind]}")
             return tensors
@@ -155,6 +164,10 @@ class EmbeddingCacheManager:
 
     def complete(self, keys: SampleKeys, staging: Path | None = None) -> None:
         """Record that all entries of a sample are there."""
+        known = self._manifest(keys.key)
+        if known is not None:  # perhaps of a run with dropout, which needs more than this one
+            keys = replace(keys, texts=tuple(dict([*known.keys.texts, *keys.texts]).items()))
+            keys = replace(keys, texts=tuple((v, key) for v, key in keys.texts if self.has("text", key)))
         texts = {key: TextEmbedding.of(self.read("text", key)) for _, key in keys.texts}
         manifest = Manifest(
             key=keys.key,
@@ -166,32 +179,20 @@ class EmbeddingCacheManager:
             sizes={key: self.entry_path(kind, key).stat().st_size for kind, key in keys.entries},
             is_cut=any(text.is_cut for text in texts.values()),
         )
-        write_json(self.manifest_path(keys.key), manifest.dump(), staging)
+        write_json(self.manifest_path(keys.key), manifest.sealed(), staging)
         self._failure(keys).unlink(missing_ok=True)
 
     def manifest(self, keys: SampleKeys) -> Manifest | None:
         """The manifest of a sample whose entries are all there, at their right sizes."""
-        try:
-            manifest = Manifest.parse(keys.key, self.manifest_path(keys.key).read_text())
-            sizes = {key: self.entry_path(kind, key).stat().st_size for kind, key in keys.entries}
-        except (OSError, ValueError):
+        manifest = self._manifest(keys.key)
+        if manifest is None:
             return None
-        return manifest if manifest.sizes == sizes else None
+        present = all(manifest.sizes.get(key) == self._size(kind, key) for kind, key in keys.entries)
+        return manifest if present and set(keys.texts) <= set(manifest.keys.texts) else None
 
-    def missing_entries(self, keys: SampleKeys, discard: bool = False) -> list[tuple[str, str]]:
-        """Entries that are not there, or not of the size that the manifest says; `discard` removes the latter."""
-        try:
-            sizes = Manifest.parse(keys.key, self.manifest_path(keys.key).read_text()).sizes
-        except (OSError, ValueError):
-            sizes = {}
-        missing = []
-        for kind, key in keys.entries:
-            size = self._size(kind, key)
-            if size is None or size != sizes.get(key, size):
-                missing.append((kind, key))
-                if discard:
-                    self.entry_path(kind, key).unlink(missing_ok=True)
-        return missing
+    def missing_entries(self, keys: SampleKeys) -> list[tuple[str, str]]:
+        """Entries that are not there, or cut off."""
+        return [(kind, key) for kind, key in keys.entries if not self.has(kind, key)]
 
     def load(self, keys: SampleKeys, variant: Variant = WHOLE) -> EncodedExample:
         """One sample; an entry that is missing, damaged or of the wrong shape is an error that names it."""
@@ -225,11 +226,11 @@ class EmbeddingCacheManager:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def remember_encoders(self, checkpoint: str, identities: Sequence[str]) -> None:
+    def remember_encoders(self, checkpoint: str, identities: Sequence[str], staging: Path | None = None) -> None:
         """Note what the encoders of a checkpoint are known by."""
         known = self._encoders()
         if known.get(checkpoint) != list(identities):
-            write_json(self.root / "encoders.json", known | {checkpoint: list(identities)})
+            write_json(self.root / "encoders.json", known | {checkpoint: list(identities)}, staging)
 
     def encoders(self, checkpoint: str) -> list[str] | None:
         """What the encoders of a checkpoint were known by when they were last seen."""
@@ -247,6 +248,12 @@ class EmbeddingCacheManager:
         for kind in KINDS:
             yield from ((kind, path) for path in sorted((self.root / "entries" / kind).glob("*/*.safetensors")))
 
+    def _manifest(self, key: str) -> Manifest | None:
+        try:
+            return Manifest.parse(key, self.manifest_path(key).read_text())
+        except (OSError, ValueError):
+            return None
+
     def _size(self, kind: str, key: str) -> int | None:
         try:
             return self.entry_path(kind, key).stat().st_size
@@ -261,7 +268,12 @@ class EmbeddingCacheManager:
             known = json.loads((self.root / "encoders.json").read_text())
         except (OSError, ValueError):
             return {}
-        return known if isinstance(known, dict) else {}
+        items = known.items() if isinstance(known, dict) else ()
+        return {name: values for name, values in items if isinstance(values, list) and all(map(_is_key, values))}
+
+
+def _is_key(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 RECACHE = "run `qflux cache` with the same config."

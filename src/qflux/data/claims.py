@@ -7,7 +7,9 @@ cleaned up. Works between processes of one machine, and of several where the fil
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -16,6 +18,10 @@ from pathlib import Path
 
 from qflux.errors import CacheError
 
+logger = logging.getLogger(__name__)
+
+UNFINISHED = ".unfinished"
+"""The folder in which files are written before they get their names."""
 _WHOLE = 0
 """The byte that stands for the folder itself; keys take the others."""
 _TURN = "0" * 15
@@ -42,7 +48,9 @@ class Claims:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """One process after the other."""
-        self.claim(_TURN, wait=True)
+        if not self.claim(_TURN):
+            logger.warning("waiting for another process that reads the images' headers")
+            self.claim(_TURN, wait=True)
         try:
             yield
         finally:
@@ -54,7 +62,7 @@ class Claims:
         if not self._lock(_WHOLE, fcntl.LOCK_SH, wait=False):
             raise CacheError(f"{self._root} is being cleaned up by another process", "wait for it to end.")
         self._remove_leftovers()
-        staging = self._root / "tmp" / secrets.token_hex(8)
+        staging = self._root / UNFINISHED / secrets.token_hex(8)
         self.claim(staging.name)
         staging.mkdir(parents=True, exist_ok=True)
         try:
@@ -70,7 +78,6 @@ class Claims:
         if not self._lock(_WHOLE, fcntl.LOCK_EX, wait=False):
             raise CacheError(f"{self._root} is being filled by another process", "wait for it to end.")
         try:
-            self._remove_leftovers()
             yield
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _WHOLE)
@@ -83,8 +90,8 @@ class Claims:
             return False
 
     def _remove_leftovers(self) -> None:
-        for folder in (self._root / "tmp").glob("*"):
-            if self.claim(folder.name):
+        for folder in (self._root / UNFINISHED).glob("*"):
+            if re.fullmatch("[0-9a-f]{16}", folder.name) and self.claim(folder.name):
                 shutil.rmtree(folder, ignore_errors=True)
                 self.release(folder.name)
 

@@ -1,20 +1,21 @@
 """One embedding in a file that can tell whether it is whole.
 
-An entry is an ordinary safetensors file. Its metadata holds two checksums over the header (without them) and the data:
-`sum`, a sum of 64-bit words that costs nothing and is checked whenever an entry is read, and `sha256`, which
-`qflux cache verify` checks. Equal contents give equal bytes.
+An entry is an ordinary safetensors file. Its metadata holds its own name, and two checksums over the header (without
+them) and the data: `sum`, which costs next to nothing and is checked whenever an entry is read, and `sha256`, which
+`qflux cache verify` checks. Equal contents under equal names give equal bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
 import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,9 @@ from torch import Tensor
 VERSION = "2.0"
 
 Bytes = NDArray[np.uint8]
+_NO_SUM, _NO_SHA = "0" * 8, "0" * 64
+_BLOCK = 4096
+"""Words of 64 bits."""
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -33,17 +37,17 @@ class BrokenEntry(Exception):  # noqa: N818  (says what is wrong; callers make e
     """Why a file is not a whole entry."""
 
 
-def dump(tensors: Mapping[str, Tensor]) -> bytes:
-    """The bytes of an entry."""
+def dump(tensors: Mapping[str, Tensor], name: str = "") -> bytes:
+    """The bytes of an entry that will be known by `name`."""
     data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
-    header["__metadata__"] = {"format": "pt", "version": VERSION}
+    header["__metadata__"] = {"format": "pt", "version": VERSION, "name": name}
+    header["__metadata__"] |= {"sum": _NO_SUM, "sha256": _NO_SHA}
+    bare = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    bare += b" " * (-len(bare) % 8)
     body = memoryview(data)[8 + length :]
-    bare = _canonical(header)
-    header["__metadata__"] |= {"sum": _sum(bare, body), "sha256": _sha256(bare, body)}
-    final = _canonical(header)
-    final += b" " * (-len(final) % 8)
+    final = _with_checksums(bare, {"sum": _NO_SUM, "sha256": _NO_SHA}, _sum(bare, body), _sha256(bare, body))
     return len(final).to_bytes(8, "little") + final + bytes(body)
 
 
@@ -52,10 +56,10 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return hashlib.sha256(dump(tensors)).hexdigest()
 
 
-def read(path: Path) -> dict[str, Tensor]:
-    """The tensors of an entry. Anything but what was written is a `BrokenEntry`; a missing file is an `OSError`."""
+def read(path: Path, name: str = "") -> dict[str, Tensor]:
+    """The tensors of an entry. A damaged file, or another entry, is a `BrokenEntry`; a missing one an `OSError`."""
     buffer = _bytes(path)
-    parsed = _parse(buffer)
+    parsed = _parse(buffer, name)
     if parsed.metadata.get("sum") != _sum(parsed.bare, buffer[parsed.start :].data):
         raise BrokenEntry("its contents do not fit its checksum")
     data = torch.from_numpy(buffer[parsed.start :])
@@ -65,12 +69,21 @@ def read(path: Path) -> dict[str, Tensor]:
     }
 
 
-def check(path: Path) -> None:
+def check(path: Path, name: str = "") -> None:
     """A `BrokenEntry` unless the file is exactly what was written, by its strong checksum."""
     buffer = _bytes(path)
-    parsed = _parse(buffer)
+    parsed = _parse(buffer, name)
     if parsed.metadata.get("sha256") != _sha256(parsed.bare, buffer[parsed.start :].data):
         raise BrokenEntry("its contents do not fit its checksum")
+
+
+def is_whole(path: Path, name: str = "") -> bool:
+    """The file has the length that its header says; nothing else is looked at."""
+    try:
+        _parse(_bytes(path), name)
+    except (BrokenEntry, OSError):
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -86,32 +99,37 @@ class _Parsed:
     tensors: dict[str, _Item]
     metadata: dict[str, str]
     bare: bytes
-    """The header as it was before the checksums were added."""
+    """The header with zeros for the checksums."""
     start: int
     """Where the data begin."""
 
 
 def _bytes(path: Path) -> Bytes:
     """The file, mapped: checking it is then the only time that its bytes are read. Writing to it writes to a copy."""
-    with path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
+    file = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(file).st_size
         if size == 0:
             raise BrokenEntry("it is empty")
-        return np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), np.uint8)
+        return np.frombuffer(mmap.mmap(file, size, access=mmap.ACCESS_COPY), np.uint8)
+    finally:
+        os.close(file)
 
 
-def _parse(buffer: Bytes) -> _Parsed:
+def _parse(buffer: Bytes, name: str) -> _Parsed:
     start = 8 + int.from_bytes(buffer[:8].tobytes(), "little")
     if not 8 < start <= len(buffer):
         raise BrokenEntry("it is cut off")
     try:
-        header = json.loads(buffer[8:start].tobytes())
+        raw = buffer[8:start].tobytes()
+        header = json.loads(raw)
         metadata = header.pop("__metadata__")
         if metadata.get("version") != VERSION:
             raise BrokenEntry(f"its version is {metadata.get('version')!r}, not {VERSION!r}")
-        tensors = {name: _item(**value) for name, value in header.items()}
-        plain = {key: value for key, value in metadata.items() if key not in ("sum", "sha256")}
-        bare = _canonical(header | {"__metadata__": plain})
+        if metadata.get("name") != name:
+            raise BrokenEntry(f"it is the entry {metadata.get('name')!r}, not {name!r}")
+        tensors = {key: _item(**value) for key, value in header.items()}
+        bare = _with_checksums(raw, metadata, _NO_SUM, _NO_SHA)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise BrokenEntry(f"its header can't be read: {error}") from None
     end = max((item.begin + item.count * item.dtype.itemsize for item in tensors.values()), default=0)
@@ -122,27 +140,27 @@ def _parse(buffer: Bytes) -> _Parsed:
 
 def _item(dtype: str, shape: list[int], data_offsets: list[int]) -> _Item:
     begin, end = data_offsets
-    count = int(np.prod(shape, dtype=np.int64))
+    count = math.prod(shape)
     kind = _DTYPES[dtype]
     if count * kind.itemsize != end - begin or begin < 0 or count < 1:
         raise ValueError(f"shape {shape} does not fit {end - begin} bytes")
     return _Item(kind, tuple(shape), begin, count)
 
 
-def _canonical(header: Mapping[str, Any]) -> bytes:
-    return json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+def _sum(header: bytes, data: memoryview) -> str:
+    """A CRC of the header and of the sums of all blocks of 32 KiB: notes changed bytes, and blocks out of place."""
+    words = np.frombuffer(data, dtype="<u8", count=len(data) // 8)
+    whole = len(words) // _BLOCK * _BLOCK
+    blocks = words[:whole].reshape(-1, _BLOCK).sum(1, dtype=np.uint64)
+    tail = bytes(data[8 * whole :])
+    return f"{zlib.crc32(tail, zlib.crc32(blocks.tobytes(), zlib.crc32(header))):08x}"
 
 
-def _sum(*parts: bytes | memoryview) -> str:
-    """The sum of all 64-bit words, the last one of each part filled up with zeros, modulo 2^64."""
-    total = np.uint64(0)
-    for part in parts:
-        whole = len(part) // 8 * 8
-        words = np.frombuffer(part, dtype="<u8", count=whole // 8)
-        rest = int.from_bytes(bytes(part[whole:]), "little")
-        with np.errstate(over="ignore"):
-            total += words.sum(dtype=np.uint64) + np.uint64(rest)
-    return f"{int(total):016x}"
+def _with_checksums(header: bytes, metadata: Mapping[str, str], total: str, sha256: str) -> bytes:
+    """A header with other checksums than those it has."""
+    for name, new in (("sum", total), ("sha256", sha256)):
+        header = header.replace(f'"{name}":"{metadata[name]}"'.encode(), f'"{name}":"{new}"'.encode(), 1)
+    return header
 
 
 def _sha256(*parts: bytes | memoryview) -> str:

@@ -1,6 +1,6 @@
 """What is known of every source image, so that planning decodes nothing and reads nothing twice.
 
-    index.jsonl   one line per image: where it is, the signs of its bytes, its facts
+    index.jsonl   one line per image: where it is, the signs of its bytes, its facts, and a checksum
 
 Lines are only ever appended; the last line of an image counts, a torn one does not. Killed while indexing, what was
 read stays read. When more than half of the lines are outdated the file is written anew.
@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -70,12 +71,12 @@ class FileIndex:
         self._remember(stamp, digest)
         return digest
 
-    def tidy(self) -> None:
+    def tidy(self, staging: Path | None = None) -> None:
         """Write the index anew, one line per image in the order of their places."""
         self.save()
         self._known = None
         if self._load():
-            self._compact()
+            self._compact(staging)
 
     def save(self) -> None:
         """Append what is new."""
@@ -116,7 +117,7 @@ class FileIndex:
             self.read += 1
             if stamp:
                 self._load()[stamp[0]] = (stamp[1:], value)
-                self._new.append(json.dumps([stamp, value]))
+                self._new.append(_line(stamp, value))
 
     def _load(self) -> dict[str, tuple[list[Any], Any]]:
         if self._known is None:
@@ -125,7 +126,9 @@ class FileIndex:
             for line in self._lines():
                 lines += 1
                 try:
-                    stamp, value = json.loads(line)
+                    stamp, value, checksum = json.loads(line)
+                    if checksum != _checksum(stamp, value):
+                        continue
                     if isinstance(value, dict):
                         ImageFacts(**value)
                     self._known[stamp[0]] = (stamp[1:], value)
@@ -144,13 +147,21 @@ class FileIndex:
         except OSError as error:
             logger.warning("%s can't be read (%s): images are read again.", self.path, error.strerror)
 
-    def _compact(self) -> None:
+    def _compact(self, staging: Path | None = None) -> None:
         known = self._known or {}
-        lines = [json.dumps([[place, *signs], value]) for place, (signs, value) in sorted(known.items())]
+        lines = [_line([place, *signs], value) for place, (signs, value) in sorted(known.items())]
         try:
-            write_bytes(self.path, ("\n".join(lines) + "\n").encode())
+            write_bytes(self.path, ("\n".join(lines) + "\n").encode(), staging)
         except OSError as error:
             logger.warning("%s can't be written: %s", self.path, error.strerror)
+
+
+def _line(stamp: list[Any], value: Any) -> str:
+    return json.dumps([stamp, value, _checksum(stamp, value)])
+
+
+def _checksum(stamp: list[Any], value: Any) -> int:
+    return zlib.crc32(json.dumps([stamp, value]).encode())
 
 
 def in_parallel(work: Callable[[T], R], items: Iterable[T], workers: int = WORKERS) -> Iterator[R]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -31,6 +32,9 @@ def write_bytes(path: Path, data: bytes, staging: Path | None = None) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
+        if error.errno == errno.EXDEV:  # a link has led to another disk
+            write_bytes(path, data)
+            return
         # a full disk is reported without a file name
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:

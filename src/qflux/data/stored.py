@@ -222,16 +222,17 @@ def _rebuilt_shapes(
     shapes = [_shape(size)]
     if not controls:
         return shapes
-    first = _pixels(values, "_control") or (None if controls != target else size) or default or size
-    found = [first]
-    while further := _pixels(values, f"_control_{len(found)}"):
-        found.append(further)
+    own = _pixels(values, "_control")
     counted = _number(values.get("n_controls", 0))
-    # Some wrote the number of all controls, some that of the further ones; those without a size have the first one's.
-    for count in (len(found), counted, counted + 1):
-        sizes = [*found[:count], *[first] * (count - len(found))]
-        if count > 0 and image_tokens([_shape(s) for s in sizes]) == controls:
-            return shapes + [_shape(s) for s in sizes]
+    for first in [own] if own else [size, *([default] if default else [])]:
+        found = [first]
+        while further := _pixels(values, f"_control_{len(found)}"):
+            found.append(further)
+        # Some wrote the number of all controls, some that of the further ones; those without a size have the first's.
+        for count in (len(found), counted, counted + 1):
+            sizes = [*found[:count], *[first] * (count - len(found))]
+            if count > 0 and image_tokens([_shape(s) for s in sizes]) == controls:
+                return shapes + [_shape(s) for s in sizes]
     raise CacheError(f"{file} is of format 1.0, and the sizes it says do not make {controls} control tokens", _REMEDY)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qflux.data import entries
-from qflux.data.cache import KINDS, EmbeddingCacheManager, Manifest
+from qflux.data.cache import KINDS, EmbeddingCacheManager, Manifest, SampleKeys
 from qflux.data.entries import BrokenEntry
 from qflux.data.index import in_parallel
 
@@ -87,8 +87,9 @@ def _check_entry(item: tuple[str, Path]) -> tuple[Path, int, str | None]:
     kind, path = item
     try:
         size = path.stat().st_size
-        entries.check(path)
-        if KINDS[kind] not in entries.read(path):
+        name = f"{kind}/{path.stem}"
+        entries.check(path, name)
+        if KINDS[kind] not in entries.read(path, name):
             return path, size, f"it has no tensor {KINDS[kind]}"
         return path, size, None
     except (BrokenEntry, OSError) as error:
@@ -126,9 +127,15 @@ def stats(store: EmbeddingCacheManager) -> CacheStats:
     )
 
 
-def collect(store: EmbeddingCacheManager, wanted: Collection[str], dry_run: bool) -> Collected:
-    """Remove every sample whose key is not wanted, and the entries that no wanted sample refers to."""
-    kept: set[Path] = set()
+def collect(
+    store: EmbeddingCacheManager, samples: Collection[SampleKeys], stored: Collection[str], dry_run: bool
+) -> Collected:
+    """Remove every sample that is neither among `samples` nor, by key, `stored`, and entries that no sample needs.
+
+    An entry that a wanted sample needs stays even if the sample is not complete yet.
+    """
+    wanted = {keys.key for keys in samples} | set(stored)
+    kept = {store.entry_path(kind, key) for keys in samples for kind, key in keys.entries}
     doomed: list[Path] = []
     for path in store.manifests():
         if path.stem in wanted:
@@ -141,7 +148,7 @@ def collect(store: EmbeddingCacheManager, wanted: Collection[str], dry_run: bool
     if not dry_run:
         for path in doomed:  # manifests first: an interruption leaves entries without a sample, never the reverse
             path.unlink(missing_ok=True)
-    return Collected(len(kept), doomed, size)
+    return Collected(sum(path.exists() for path in kept), doomed, size)
 
 
 def _entries_of(store: EmbeddingCacheManager, manifest: Path) -> set[Path]:

@@ -78,5 +78,10 @@ def save_checkpoint(components: Any, folder: Path, pipeline: str) -> None:
 
 def identity(folder: Path, parts: Sequence[str], hash_of: Any) -> str:
     """A hash of everything in these parts that changes what they compute."""
-    files = [file for part in parts for file in sorted((folder / part).rglob("*")) if file.is_file()]
+    files = [
+        file
+        for part in parts
+        for file in sorted((folder / part).rglob("*"))
+        if file.is_file() and not file.name.startswith(".") and file.suffix not in (".md", ".png", ".jpg")
+    ]
     return key_of([[str(file.relative_to(folder)), hash_of(file)] for file in files])

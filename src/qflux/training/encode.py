@@ -60,6 +60,8 @@ class PlannedSet:
     held_out: list[TrainingSample]
     faults: list[Fault]
     """What is left out, and why."""
+    encoders: list[str] = field(default_factory=list)
+    """What the text and image encoders are known by."""
     manifests: dict[str, Manifest] = field(default_factory=dict)
     """Of the samples that are in the cache, by address."""
 
@@ -101,7 +103,8 @@ def plan_samples(
     training: list[TrainingSample] = [*planned(gathered.training), *gathered.stored]
     held_out: list[TrainingSample] = [*planned(gathered.held_out), *gathered.stored_held_out]
     _require_variants(config, [*gathered.stored, *gathered.stored_held_out])
-    return PlannedSet(sorted(training, key=lambda s: (s.id, s.example.is_prior)), held_out, gathered.faults)
+    ordered = sorted(training, key=lambda sample: (sample.id, sample.example.is_prior))
+    return PlannedSet(ordered, held_out, gathered.faults, keys.encoders if keys else [])
 
 
 def variants_of(config: Config) -> list[Variant]:
@@ -129,7 +132,8 @@ class _KeyMaker:
         self._dtype = config.model.dtype
         self._length = text_limit(config, family).tokens
         self._variants = variants_of(config)
-        self._text_identity, self._image_identity = _encoder_identities(config, family, cache, fetch)
+        self.encoders = _encoder_identities(config, family, cache, fetch)
+        self._text_identity, self._image_identity = self.encoders
 
     def __call__(self, sample: SizedExample) -> SampleKeys:
         target = sample.transforms[0].key
@@ -153,21 +157,20 @@ class _KeyMaker:
 
 def _encoder_identities(config: Config, family: Family, cache: EmbeddingCacheManager, fetch: bool) -> list[str]:
     """What text and image encoders are known by: a hash of their files, or what the cache remembers of it."""
-    parts, name = (*family.text_parts, *family.image_parts), config.model.pretrained
-    remembered_as = f"{name} ({family.name})"
+    parts = (*family.text_parts, *family.image_parts)
     try:
-        folder = checkpoint_folder(name, parts, download=fetch)
+        folder = checkpoint_folder(config.model.pretrained, parts, download=fetch)
     except CheckpointError:
-        remembered = cache.encoders(remembered_as)
-        if fetch or remembered is None:
+        remembered = cache.encoders(encoders_name(config))
+        if fetch or remembered is None or len(remembered) != 2:
             raise
         return remembered
-    identities = [identity(folder, kind, cache.index.hash_of) for kind in (family.text_parts, family.image_parts)]
-    try:
-        cache.remember_encoders(remembered_as, identities)
-    except OSError as error:
-        logger.warning("%s can't be written: %s", cache.root / "encoders.json", error.strerror)
-    return identities
+    return [identity(folder, kind, cache.index.hash_of) for kind in (family.text_parts, family.image_parts)]
+
+
+def encoders_name(config: Config) -> str:
+    """What the encoders of a config are remembered as."""
+    return f"{config.model.pretrained} ({config.family})"
 
 
 def circumstances(config: Config) -> str:
@@ -182,7 +185,7 @@ def is_refused(manifest: Manifest, config: Config) -> bool:
 
 def require_complete(planned: PlannedSet, cache: EmbeddingCacheManager, config: Config) -> None:
     """An error that names the samples whose embeddings are missing; those known to be unusable may be left out."""
-    missing = []
+    missing, known = [], False
     samples = planned.from_images
     for sample in samples:
         manifest = cache.manifest(sample.keys)
@@ -195,12 +198,16 @@ def require_complete(planned: PlannedSet, cache: EmbeddingCacheManager, config: 
         if reason and config.data.on_bad_sample == "skip":
             planned.drop(sample, reason)
         else:
+            known = known or reason is not None
             entries = cache.missing_entries(sample.keys)
             lacking = ", ".join(sorted({kind for kind, _ in entries})) or "its manifest"
             missing.append(f"{sample.example.name}: {reason or f'{lacking} missing'}")
     if missing:
         raise collected(
-            CacheError, f"{len(missing)} of {len(samples)} samples are not in the cache {cache.root}", missing, RECACHE
+            CacheError,
+            f"{len(missing)} of {len(samples)} samples are not in the cache {cache.root}",
+            missing,
+            "mend what can't be encoded, or set data.on_bad_sample: skip." if known else RECACHE,
         )
     if not planned.training:
         raise DataError(f"no usable sample: all {len(samples)} could not be encoded", "`qflux inspect` shows why.")

@@ -34,6 +34,10 @@ from qflux.training.encode import PlannedSample, encode_prompts, open_image, ope
 logger = logging.getLogger(__name__)
 
 
+_TIMED = 3
+"""Units of work that a forecast of the time is made from, after as many to warm up."""
+
+
 @dataclass(frozen=True)
 class Estimate:
     """What a run is about to do."""
@@ -70,10 +74,14 @@ class CacheReport:
 
 @dataclass(frozen=True)
 class Listener:
-    """Who wants to know: the estimate before anything is loaded, then entries done and to do."""
+    """Who wants to know how it goes."""
 
     estimate: Callable[[Estimate], None] = lambda estimate: None
+    forecast: Callable[[str, float], None] = lambda kind, seconds: None
+    """How long the entries of a kind will take, once a few of them are made."""
     progress: Callable[[int, int], None] = lambda done, total: None
+    finished: Callable[[CacheReport], None] = lambda report: None
+    """The account, also of a run that ends in an error about some samples."""
 
 
 @dataclass(frozen=True)
@@ -120,17 +128,16 @@ class CacheFiller:
         self._failed: dict[str, DataError] = {}
         self._done = 0
 
-    def fill(self, samples: Sequence[PlannedSample], text_tokens: int, claims: Claims) -> CacheReport:
+    def fill(self, samples: Sequence[PlannedSample], text_tokens: int, claims: Claims, staging: Path) -> CacheReport:
         """Make what is missing. `text_tokens` is about how long a prompt is, for the estimate."""
         started = time.perf_counter()
         wanted = {entry for sample in samples for entry in sample.keys.entries}
         work = self._work(samples, text_tokens)
         if work:
             self._check_room(work)
-        with claims.sharing() as staging:
-            for kind in ("mask", "text", "image"):
-                self._make([entry for entry in work if entry.kind == kind], kind, claims, staging, len(work))
-            self._finish(samples, staging)
+        for kind in ("mask", "text", "image"):
+            self._make([entry for entry in work if entry.kind == kind], kind, claims, staging, len(work))
+        self._finish(samples, staging)
         report = self._report
         report.samples = len(samples) - len(report.failed)
         report.reused_entries = len(wanted) - report.new_entries - len(self._failed)
@@ -141,7 +148,7 @@ class CacheFiller:
         """Every missing entry once, those of one size together."""
         work: dict[str, _Entry] = {}
         for sample in samples:
-            missing = {key for _, key in self._store.missing_entries(sample.keys, discard=True)}
+            missing = {key for _, key in self._store.missing_entries(sample.keys)}
             for entry in _recipes(sample, text_tokens):
                 if entry.key in work:
                     work[entry.key].samples.append(sample)
@@ -157,18 +164,20 @@ class CacheFiller:
         folder = next(path for path in (self._store.root, *self._store.root.absolute().parents) if path.exists())
         estimate = Estimate(counts["text"], counts["image"], counts["mask"], needed, shutil.disk_usage(folder).free)
         self._listener.estimate(estimate)
+        certain = sum(entry.tokens * image for entry in work if entry.kind == "image")
+        problem = f"{folder} has {estimate.free / 1e9:.3g} GB free, and the cache needs"
+        remedy = "free some space, or set cache.path to another disk."
+        if certain > estimate.free:
+            raise CacheError(f"{problem} at least {certain / 1e9:.3g} GB more", remedy)
         if estimate.bytes > estimate.free:
-            needs, has = (f"{count / 1e9:.3g} GB" for count in (estimate.bytes, estimate.free))
-            raise CacheError(
-                f"the cache needs about {needs} more, and {folder} has {has} free",
-                "free some space, or set cache.path to another disk.",
-            )
+            logger.warning("%s about %.3g GB more; %s", problem, estimate.bytes / 1e9, remedy)
 
     def _make(self, work: list[_Entry], kind: str, claims: Claims, staging: Path, total: int) -> None:
         """All entries of one kind, first those nobody else is at, then those whose makers died."""
         if not work:
             return
         encoder: Encoder | None = None
+        units_done, tokens, timed, started = 0, 0, 0, time.perf_counter()
         put_off: list[_Entry] = []
         # While waiting for another process this one must hold no claim, so nothing is read ahead then.
         for units, workers in (
@@ -183,7 +192,14 @@ class CacheFiller:
                         self._store_one(entry, content, staging)
                         claims.release(entry.key)
                         self._done += 1
+                        tokens += entry.tokens
                     self._listener.progress(self._done, total)
+                    units_done += 1
+                    if units_done == _TIMED:  # the first one also paid for what is done only once
+                        started, timed = time.perf_counter(), tokens
+                    if units_done == 2 * _TIMED:
+                        pace = (time.perf_counter() - started) / (tokens - timed)
+                        self._listener.forecast(kind, pace * (sum(entry.tokens for entry in work) - tokens))
         self._listener.progress(self._done, total)
 
     def _claimed(self, work: list[_Entry], claims: Claims, put_off: list[_Entry]) -> Iterator[list[_Entry]]:
@@ -206,6 +222,8 @@ class CacheFiller:
 
     def _inherited(self, put_off: list[_Entry], claims: Claims) -> Iterator[list[_Entry]]:
         """Entries another process had claimed: wait for each; if it is not there then, its maker is gone."""
+        if put_off:
+            logger.info("waiting for another process to make %d entries", len(put_off))
         for entry in put_off:
             claims.claim(entry.key, wait=True)
             if self._store.has(entry.kind, entry.key):
@@ -254,8 +272,13 @@ class CacheFiller:
             if errors:
                 self._store.fail(sample.keys, errors[0].problem, self._circumstances, staging)
                 self._report.failed.append(str(errors[0]))
-            elif self._store.manifest(sample.keys) is None:
-                self._store.complete(sample.keys, staging)
+                continue
+            try:
+                if self._store.manifest(sample.keys) is None:
+                    self._store.complete(sample.keys, staging)
+            except CacheError as error:  # a damaged entry of an earlier run
+                self._report.failed.append(f"{sample.example.name}: {error}")
+        self._store.index.tidy(staging)
 
 
 def _recipes(sample: PlannedSample, text_tokens: int) -> Iterator[_Entry]:

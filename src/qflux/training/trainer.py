@@ -46,6 +46,7 @@ from qflux.training.encode import (
     PlannedSet,
     TrainingSample,
     circumstances,
+    encoders_name,
     is_refused,
     plan_samples,
     require_complete,
@@ -120,13 +121,15 @@ class Trainer:
                 listener,
                 circumstances(self.config),
             )
-            report = filler.fill(planned.from_images, self.text_limit.tokens, claims)
+            with claims.sharing() as staging:
+                self.store.remember_encoders(encoders_name(self.config), planned.encoders, staging)
+                report = filler.fill(planned.from_images, self.text_limit.tokens, claims, staging)
             self._refuse_cut_prompts(planned, report)
-            self.store.index.tidy()
         finally:
             claims.close()
-        report.cut = self.text_limit.cut
         report.skipped = [*map(str, planned.faults), *report.failed]
+        if listener:
+            listener.finished(report)
         if report.failed and self.config.data.on_bad_sample == "error":
             raise collected(
                 DataError,
@@ -139,9 +142,10 @@ class Trainer:
         return report
 
     def _refuse_cut_prompts(self, planned: PlannedSet, report: CacheReport) -> None:
-        """Prompts that an earlier run with another setting has cut are failures of this one."""
+        """Count prompts that were cut; those that only an earlier run with another setting has cut are failures."""
         for sample in planned.from_images:
             manifest = self.store.manifest(sample.keys)
+            report.cut += manifest is not None and manifest.is_cut
             if manifest is not None and is_refused(manifest, self.config):
                 report.samples -= 1
                 report.failed.append(f"{sample.example.name}: its prompt is longer than allowed, and was cut")

@@ -14,6 +14,8 @@ import torch
 from PIL import Image
 from transformers import BatchFeature
 
+from qflux.errors import DataError
+
 IMAGE_TOKEN = "<|image_pad|>"
 VISION = f"<|vision_start|>{IMAGE_TOKEN}<|vision_end|>"
 CONDITION_AREA = 384 * 384
@@ -102,7 +104,10 @@ class PromptProcessor:
 
 def _expand(text: str, counts: Any) -> str:
     first, *rest = text.split(IMAGE_TOKEN)
-    return first + "".join(IMAGE_TOKEN * next(counts) + part for part in rest)
+    repeated = [next(counts, None) for _ in rest]
+    if None in repeated:
+        raise DataError(f"a prompt holds {IMAGE_TOKEN}, which stands for an image", "write the prompt without it.")
+    return first + "".join(IMAGE_TOKEN * (count or 0) + part for count, part in zip(repeated, rest, strict=True))
 
 
 def condition_size(width: int, height: int, area: int = CONDITION_AREA) -> tuple[int, int]:
