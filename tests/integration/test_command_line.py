@@ -149,3 +149,20 @@ def test_a_full_disk_is_named_and_loses_nothing(config_file, tmp_path, capsys, m
     assert run("fit", "--config", path) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert sorted(p.name for p in (tmp_path / "runs/run/checkpoints").iterdir()) == kept
+
+
+@pytest.mark.parametrize("arguments", [["nosuch"], ["fit", "--bogus", "1"], ["fit"], [], ["cache", "nosuch"]])
+def test_a_wrong_command_line_is_a_message_and_exit_code_2(arguments, capsys):
+    assert run(*arguments) == 2
+    printed = capsys.readouterr()
+    assert "Usage" in printed.out + printed.err
+    assert "Traceback" not in printed.err
+
+
+def test_ctrl_c_while_caching_says_that_nothing_is_lost(config_file, monkeypatch, capsys):
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qflux.training.trainer.plan_samples", interrupt)
+    assert run("cache", "--config", config_file()) == 130
+    assert "nothing is lost; run the same command again" in capsys.readouterr().err

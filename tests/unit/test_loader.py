@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -44,11 +46,19 @@ def test_an_error_arrives_when_its_item_is_due_and_ends_the_rest(workers):
 
 
 def test_closing_early_leaves_no_thread_at_work():
-    ahead = read_ahead(lambda item: time.sleep(0.01), range(1000), workers=4)
+    ahead = read_ahead(lambda item: time.sleep(0.05), range(1000), workers=4)
     next(ahead)
     ahead.close()
-    time.sleep(0.2)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("qflux-loader")]
+
+
+def test_a_read_that_never_returns_does_not_keep_the_process_alive():
+    program = (
+        "import time\nfrom qflux.data import loader\nloader.FAREWELL = 0.2\n"
+        "ahead = loader.read_ahead(lambda seconds: time.sleep(seconds), [0, 1000, 1000], 2)\n"
+        "next(ahead)\nahead.close()"
+    )
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
 
 
 def test_a_stuck_read_is_named_while_it_lasts(monkeypatch, caplog):

@@ -202,7 +202,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command. Exit code 0: done, 2: the input is wrong, 130: interrupted, 1: a bug."""
     _set_up_logging()
     try:
-        sys.exit(app(args=list(arguments) if arguments is not None else None, standalone_mode=False) or 0)
+        code = app(args=list(arguments) if arguments is not None else None, standalone_mode=False) or 0
+        if code == 130:  # what typer makes of Ctrl-C
+            raise KeyboardInterrupt
+        sys.exit(code)
     except QfluxError as error:
         complain(type(error).__name__, str(error))
         sys.exit(2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
@@ -19,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 PATIENCE = 60.0
 """Seconds of waiting before the user is told what for."""
+
+FAREWELL = 5.0
+"""Seconds that work at hand has to end when nobody wants it any more."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -49,14 +53,16 @@ def read_ahead(
 
 
 class _Pool:
-    """Threads that do not keep the process alive: a read that never returns must not block its end."""
+    """Threads that end with the pool, and that a read that never returns can't make keep the process alive."""
 
     def __init__(self, workers: int) -> None:
         self._tasks: SimpleQueue[tuple[Future[Any], Callable[[Any], Any], Any] | None] = SimpleQueue()
-        self._workers = workers
         self._closed = False
-        for number in range(workers):
-            threading.Thread(target=self._run, name=f"qflux-loader-{number}", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"qflux-loader-{number}", daemon=True) for number in range(workers)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, work: Callable[[T], R], item: T) -> Future[R]:
         future: Future[R] = Future()
@@ -65,8 +71,12 @@ class _Pool:
 
     def close(self) -> None:
         self._closed = True
-        for _ in range(self._workers):
+        for _ in self._threads:
             self._tasks.put(None)
+        # A thread inside torch when the interpreter ends would abort the process, so the work at hand is waited for.
+        deadline = time.monotonic() + FAREWELL
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None and not self._closed:
