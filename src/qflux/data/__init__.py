@@ -1,11 +1,12 @@
 """From files on disk to micro-batches.
 
-1. `sources`   files on disk become `EditExample`s: names and paths, nothing opened
-2. `geometry`  an image's size decides its transform; `images` reads it
+1. `sources`   folders, tables and data sets become `EditExample`s: names and paths, nothing opened
+2. `samples`   every image's header (`index`) and transform (`geometry`); what trains, what is held out, what is at fault
 3. `encoded`   what the encoders make of a sample
-4. `cache`     the same, on disk, addressed by content (`store` writes whole files only)
-5. `plan`      which samples train in which step
-6. `batch`     the samples of one micro-batch with their noise and timestep
+4. `cache`     the same, on disk, addressed by content; `stored` samples exist only there
+5. `plan`      which samples train in which step on which rank
+6. `loader`    they are read ahead of the step
+7. `batch`     the samples of one micro-batch with their noise and timestep
 """
 
 from qflux.data.cache import EmbeddingCacheManager

@@ -223,7 +223,7 @@ class CacheFiller:
     def _inherited(self, put_off: list[_Entry], claims: Claims) -> Iterator[list[_Entry]]:
         """Entries another process had claimed: wait for each; if it is not there then, its maker is gone."""
         if put_off:
-            logger.info("waiting for another process to make %d entries", len(put_off))
+            logger.warning("waiting for other processes to make %d entries", len(put_off))
         for entry in put_off:
             claims.claim(entry.key, wait=True)
             if self._store.has(entry.kind, entry.key):
