@@ -1,7 +1,7 @@
 """From files on disk to micro-batches.
 
 1. `sources`   folders, tables and data sets become `EditExample`s: names and paths, nothing opened
-2. `samples`   every image's header (`index`) and transform (`geometry`); what trains, what is held out, what is at fault
+2. `samples`   every image's header (`index`) and transform (`geometry`); what trains, what is held out, what is wrong
 3. `encoded`   what the encoders make of a sample
 4. `cache`     the same, on disk, addressed by content; `stored` samples exist only there
 5. `plan`      which samples train in which step on which rank
