@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,11 +82,14 @@ class Filler:
         self.process.start()
 
     def wait_until_it_writes(self) -> None:
+        self.wait_for((self.notes / "started").exists)
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60
-        while not (self.notes / "started").exists():
+        while not condition():
             assert self.process.is_alive(), "it ended too early to prove anything"
             assert time.monotonic() < deadline
-            time.sleep(0.002)
+            time.sleep(0.001)
 
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)
@@ -102,6 +106,10 @@ class Filler:
 
 def tree(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def sample_count(folder: Path) -> int:
+    return len(list((folder / "samples").glob("*/*.json")))
 
 
 def entry_count(folder: Path) -> int:
@@ -128,8 +136,7 @@ def test_kill_9_at_fifty_moments_ends_in_the_same_bytes_and_verify_is_clean_afte
         else:
             filler.wait_until_it_writes()
             goal = (done[-1] if done else 0) + moments.randint(0, 4)
-            while entry_count(killed.cache_dir) < goal:
-                time.sleep(0.001)
+            filler.wait_for(lambda goal=goal: entry_count(killed.cache_dir) >= goal)
             time.sleep(moments.uniform(0.0, 0.01))
         filler.kill()
         assert not verify(store).broken
@@ -140,11 +147,10 @@ def test_kill_9_at_fifty_moments_ends_in_the_same_bytes_and_verify_is_clean_afte
     new, samples = 0, 0
     for number in range(3):  # and while manifests and the index are written
         filler = Filler(processes, killed, tmp_path / f"notes/end{number}")
-        while len(list((killed.cache_dir / "samples").glob("*/*"))) <= samples + 15:
-            time.sleep(0.001)
+        filler.wait_for(lambda goal=samples + 15: sample_count(killed.cache_dir) > goal)
         filler.kill()
         assert not verify(store).broken
-        samples = len(list((killed.cache_dir / "samples").glob("*/*")))
+        samples = sample_count(killed.cache_dir)
     assert 45 < samples < 100
     new, _ = Filler(processes, killed, tmp_path / "notes/last").made()
     assert new == 0, "what was there is not made again"
@@ -179,7 +185,7 @@ def test_what_a_dead_process_had_claimed_is_made_by_the_other(settings, processe
 def test_torchrun_shares_the_work(settings, tmp_path):
     shared = settings("torchrun")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(shared.dump()))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29517"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "qflux.cli", "cache", "--config", str(tmp_path / "config.yaml")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
