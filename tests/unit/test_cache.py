@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -65,8 +66,13 @@ def test_exactly_what_changed_is_computed_again(project, tmp_path):
     assert new_entries(project()) == 1
     Image.new("RGB", (192, 192), "teal").save(tmp_path / "data/control_images/scene_000.png")
     assert new_entries(project()) == 1
+    counts = kinds(tmp_path / "cache")
     images = new_entries(project("data.processor.multi_resolutions=['64*64']"))
-    assert images > 12, "every image and mask, no prompt"
+    added = kinds(tmp_path / "cache") - counts
+    assert added.total() == images
+    assert added["mask"] == 6, "every mask"
+    assert added["image"] == counts["image"] - 1, "every image, but not the one that was replaced above"
+    assert added["text"] == 0
     assert new_entries(project("model.max_sequence_length=80")) > 0
 
 
@@ -163,6 +169,10 @@ def test_a_deleted_entry_and_a_deleted_manifest_are_named_and_made_again(project
     assert "its manifest missing" in str(error.value)
     assert Trainer(settings).cache().new_entries == 1
     assert tree(tmp_path / "cache") == before
+
+
+def kinds(cache) -> Counter:
+    return Counter(path.parent.parent.name for path in (cache / "entries").rglob("*.safetensors"))
 
 
 def tree(folder) -> dict[str, bytes]:

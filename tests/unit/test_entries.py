@@ -42,19 +42,21 @@ def test_equal_contents_give_equal_bytes():
 
 @settings(max_examples=400, deadline=None)
 @given(place=st.floats(0, 1, exclude_max=True), value=st.integers(1, 255))
-def test_any_changed_byte_is_noticed(written, tmp_path_factory, place, value):
+def test_any_changed_byte_is_noticed(written, place, value):
+    """By reading, or by `verify`, which does both; what reading lets pass is what was written."""
     data = bytearray(written.read_bytes())
     data[int(place * len(data))] ^= value
     changed = written.with_name("changed")
     changed.write_bytes(data)
-    for look in (entries.read, entries.check):
+    noticed = 0
+    for look in (entries.check, entries.read):
         try:
             found = look(changed)
         except BrokenEntry:
-            continue
-        # A space in the padding of the header may change without changing anything.
-        assert found is None or all(torch.equal(found[name], TENSORS[name]) for name in TENSORS)
-        assert bytes(data)[: len(data) - 34 - 140].rstrip() != written.read_bytes()
+            noticed += 1
+        else:
+            assert found is None or all(torch.equal(found[name], TENSORS[name]) for name in TENSORS)
+    assert noticed > 0
 
 
 @settings(max_examples=100, deadline=None)

@@ -19,7 +19,9 @@ areas = st.integers(512 * 512, 1536 * 1536)
 def test_a_size_keeps_budget_and_aspect_ratio(area, width, height):
     if max(width / height, height / width) > 3:
         return
-    rows, columns = (side // 16 for side in size_for_area(area, width, height))
+    size = size_for_area(area, width, height)
+    assert all(side % 16 == 0 for side in size)
+    rows, columns = (side // 16 for side in size)
     budget = area // 256
     assert rows * columns <= budget
     assert rows * columns >= 0.9 * budget

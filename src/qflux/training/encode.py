@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +26,6 @@ from qflux.errors import CacheError, CheckpointError, DataError, collected
 from qflux.models.family import Encoder, Family, text_limit
 from qflux.models.loading import checkpoint_folder, identity
 from qflux.ragged.patches import mask_to_tokens
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

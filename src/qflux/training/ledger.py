@@ -46,10 +46,7 @@ class Ledger:
         self._path = path
         self._ids = [sample.id for sample in samples]
         head = [_sample(sample) for sample in samples]
-        head += [
-            {"kind": "skipped", "what": fault.what, "source": fault.source, "reason": fault.problem}
-            for fault in skipped
-        ]
+        head += [_skipped(fault) for fault in skipped]
         done = [line for line in read_ledger(path) if line.get("kind") == "step" and line["step"] <= steps_done]
         write_bytes(path, "".join(json.dumps(line) + "\n" for line in [*head, *done]).encode())
 
