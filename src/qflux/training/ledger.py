@@ -1,7 +1,7 @@
 """`ledger.jsonl`: which samples trained in which step of which epoch, and what was left out, and why.
 
 {"kind": "sample", "id": …, "name": …, "source": …, "rate": …}     once per sample, at the start
-{"kind": "skipped", "what": …, "reason": …}                        what the data holds and the run does not use
+{"kind": "skipped", "what": …, "source": …, "reason": …}           what the data holds and the run does not use
 {"kind": "step", "step": 12, "epoch": 0, "samples": [id, …]}       all ranks together
 """
 
