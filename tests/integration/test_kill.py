@@ -48,7 +48,7 @@ def test_kill_9_during_fit_then_resume_ends_in_the_same_bytes(config, tmp_path):
 
     torn = checkpoints / "step-00000099"
     torn.mkdir()
-    (torn / "adapter.safetensors").write_bytes(b"torn")
+    (torn / "parameters.safetensors").write_bytes(b"torn")
     resumed = Trainer(settings).fit()
     assert resumed.resumed_from >= 10
     assert resumed.adapter.read_bytes() == whole.adapter.read_bytes()

@@ -12,7 +12,7 @@ from qflux.data.plan import EpochPlan
 from qflux.errors import CheckpointError, Interrupted
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
-from qflux.training.feed import Feed, training_plan
+from qflux.training.feed import Feed, assignments, training_plan
 from qflux.training.trainer import Trainer
 
 
@@ -22,7 +22,7 @@ def batches(settings) -> list:
     samples, provider = planned.training, trainer._provider(planned)
     plan = training_plan(settings, samples, provider)
     feed = Feed(settings, samples, provider, trainer.family.image_channels, trainer.device, trainer.dtype)
-    return list(feed(batch for _, step in plan.steps(0, 4) for batch in step.ranks[0]))
+    return list(feed(item for _, step in plan.steps(0, 4) for item in assignments(step, 0, samples)))
 
 
 def assert_equal(first: list, second: list) -> None:

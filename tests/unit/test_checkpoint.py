@@ -4,57 +4,76 @@ import json
 
 import pytest
 import torch
-from diffusers.optimization import get_scheduler
+from prodigyopt import Prodigy
 from safetensors.torch import load_file
 
+from qflux.config import EmaSettings, TrainSettings
 from qflux.data.plan import Batching, TrainingPlan
 from qflux.errors import CheckpointError
-from qflux.training.checkpoint import Checkpoints, TrainingState
+from qflux.training.checkpoint import FILES, Checkpoints, TrainingState
+from qflux.training.distributed import World
+from qflux.training.optim import build_schedule
+from qflux.training.update import Ema, LossScale, Update
 
 
-def fresh_state(optimizer=torch.optim.AdamW) -> TrainingState:
+def fresh_state(optimizer=torch.optim.AdamW, ema: bool = False, scaled: bool = False, **options) -> TrainingState:
     torch.manual_seed(0)
     parameters = {name: torch.nn.Parameter(torch.randn(3, 2)) for name in ("b.weight", "a.weight")}
-    built = optimizer(list(parameters.values()), lr=0.1)
-    return TrainingState(
+    built = optimizer(list(parameters.values()), lr=0.1, **options)
+    update = Update(
         parameters,
         built,
-        get_scheduler("cosine", built, num_warmup_steps=2, num_training_steps=20),
-        TrainingPlan([1], Batching()),
+        build_schedule(TrainSettings(lr_scheduler="cosine", lr_warmup_steps=2), built, 20),
+        World(),
+        max_norm=1.0,
+        stop_when_broken=True,
+        ema=Ema(EmaSettings(), parameters) if ema else None,
+        loss_scale=LossScale(torch.device("cpu")) if scaled else None,
     )
+    return TrainingState(update, TrainingPlan([1], Batching()))
 
 
-def train(state: TrainingState, steps: int) -> None:
-    for _ in range(steps):
-        loss = sum(parameter.square().sum() for parameter in state.parameters.values())
-        loss.backward()
-        state.optimizer.step()
-        state.schedule.step()
-        state.optimizer.zero_grad()
+def train(state: TrainingState, first: int, last: int) -> None:
+    for number in range(first, last):
+        loss = sum(parameter.square().sum() for parameter in state.update.parameters.values())
+        state.update.backward(loss)
+        state.update.apply(number, loss.detach())
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
-def test_a_loaded_state_continues_as_the_saved_one(tmp_path, optimizer):
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, {}),
+    "fused AdamW": (torch.optim.AdamW, {"fused": True}),
+    "SGD": (torch.optim.SGD, {"momentum": 0.9}),
+    "Adagrad": (torch.optim.Adagrad, {}),
+    "Prodigy": (Prodigy, {"use_bias_correction": True}),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("extra", [{}, {"ema": True}, {"scaled": True}], ids=["plain", "ema", "float16"])
+def test_a_loaded_state_continues_as_the_saved_one(tmp_path, optimizer, extra):
+    kind, options = OPTIMIZERS[optimizer]
     checkpoints = Checkpoints(tmp_path, 2, {})
-    state = fresh_state(optimizer)
-    train(state, 5)
+    state = fresh_state(kind, **options, **extra)
+    train(state, 0, 5)
     checkpoints.save(5, state)
-    other = fresh_state(optimizer)
+    other = fresh_state(kind, **options, **extra)
     assert checkpoints.resume(other) == 5
-    train(state, 5)
-    train(other, 5)
-    for name, parameter in state.parameters.items():
-        assert torch.equal(parameter, other.parameters[name])
-    assert state.schedule.get_last_lr() == other.schedule.get_last_lr()
+    train(state, 5, 10)
+    train(other, 5, 10)
+    first, second = (Checkpoints(tmp_path / name, 1, {}).save(10, s) for name, s in (("a", state), ("b", other)))
+    for file in sorted(first.iterdir()):
+        assert file.read_bytes() == (second / file.name).read_bytes(), file.name
+    assert ("ema.safetensors" in {file.name for file in first.iterdir()}) == ("ema" in extra)
 
 
 def test_the_newest_complete_checkpoint_is_taken_and_torn_ones_are_named(tmp_path, caplog):
     checkpoints = Checkpoints(tmp_path, 5, {})
     state = fresh_state()
     for step in (1, 2, 3, 4):
-        train(state, 1)
+        train(state, step - 1, step)
         checkpoints.save(step, state)
-    (tmp_path / "step-00000004" / "adapter.safetensors").unlink()
+    (tmp_path / "step-00000004" / "parameters.safetensors").unlink()
     data = bytearray((tmp_path / "step-00000003" / "optimizer.safetensors").read_bytes())
     data[-1] ^= 1
     (tmp_path / "step-00000003" / "optimizer.safetensors").write_bytes(data)
@@ -69,6 +88,47 @@ def test_rotation_keeps_the_newest(tmp_path):
     for step in (1, 2, 3):
         checkpoints.save(step, fresh_state())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_rotation_keeps_the_best_by_held_out_loss_too(tmp_path):
+    checkpoints = Checkpoints(tmp_path, 2, {})
+    for step, loss in ((1, 0.9), (2, 0.4), (3, 0.5), (4, None), (5, 0.4), (6, 0.6)):
+        checkpoints.save(step, fresh_state(), loss)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000005", "step-00000006"]
+    assert checkpoints.best() == (tmp_path / "step-00000002", 0.4)
+
+
+@pytest.mark.parametrize("name", [*sorted(FILES), "ema.safetensors", "manifest.json"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "truncated"])
+def test_any_file_torn_or_missing_makes_a_checkpoint_skipped_and_named(tmp_path, caplog, name, damage):
+    checkpoints = Checkpoints(tmp_path, 2, {})
+    for step in (1, 2):
+        checkpoints.save(step, fresh_state(ema=True))
+    file = tmp_path / "step-00000002" / name
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(b"" if damage == "empty" else file.read_bytes()[:-1])
+    if (name, damage) == ("manifest.json", "truncated"):
+        file.write_bytes(file.read_bytes()[:-2])  # the last byte is a line end, which JSON does not need
+    assert checkpoints.resume(fresh_state(ema=True)) == 1
+    assert f"{tmp_path / 'step-00000002'} is skipped" in caplog.text
+
+
+def test_if_no_checkpoint_is_complete_that_is_an_error_and_not_a_new_start(tmp_path):
+    checkpoints = Checkpoints(tmp_path, 2, {})
+    for step in (1, 2):
+        (checkpoints.save(step, fresh_state()) / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is complete: step-00000002: .*; step-00000001: "):
+        checkpoints.resume(fresh_state())
+
+
+def test_an_optimizer_that_would_need_pickle_is_refused(tmp_path):
+    state = fresh_state()
+    train(state, 0, 1)
+    next(iter(state.update.optimizer.state.values()))["history"] = {1, 2}
+    with pytest.raises(CheckpointError, match=r"a set \(history\), which can't be saved without pickle"):
+        Checkpoints(tmp_path, 1).save(1, state)
 
 
 def test_a_checkpoint_of_another_configuration_is_refused_with_what_differs(tmp_path):

@@ -11,6 +11,7 @@ from qflux.config import LossSettings, TimestepSettings
 from qflux.data.batch import EditBatch
 from qflux.data.encoded import EncodedExample, TextEmbedding
 from qflux.losses import AttentionMaskMseLoss, MaskEditLoss, MseLoss, Objective
+from qflux.losses.objective import StepSize, sample_weight
 from qflux.losses.timesteps import draw, resolution_shift, shifted
 
 
@@ -87,10 +88,12 @@ def test_the_noisy_target_lies_between_image_and_noise_and_controls_stay_clean()
 @pytest.mark.parametrize("by_token", [True, False])
 def test_the_shares_of_micro_batches_add_up_to_the_loss_of_the_step(by_token):
     sizes, masks = [5, 2, 9], [None, torch.tensor([1.0, 0.0]), None]
-    objective = Objective(LossSettings(use_mask_loss=True, normalize_by_valid_tokens=by_token))
+    settings = LossSettings(use_mask_loss=True, normalize_by_valid_tokens=by_token)
     whole = batch_of(sizes, masks)
+    weights = [sample_weight(settings, StepSize(tokens=16, samples=3), size, 0.3) for size in sizes]
+    whole = replace(whole, weight=torch.tensor(weights))
     prediction = torch.randn_like(whole.targets)
-    total = objective(prediction, whole, step_tokens=16, step_samples=3)
+    total, _ = Objective(settings)(prediction, whole)
 
     error = (prediction - whole.velocity()).square().mean(-1)
     weight = torch.cat([torch.full((5,), 2.0), torch.tensor([2.0, 1.0]), torch.full((9,), 2.0)])
@@ -101,10 +104,12 @@ def test_the_shares_of_micro_batches_add_up_to_the_loss_of_the_step(by_token):
 
 def test_class_images_count_by_their_weight():
     batch = batch_of([4, 2], [None, None])
-    batch = replace(batch, weight=torch.tensor([1.0, 0.25]))
+    settings, size = LossSettings(prior_weight=0.25), StepSize(tokens=6, samples=2)
+    weights = [sample_weight(settings, size, 4, 0.3), sample_weight(settings, size, 2, 0.3, is_prior=True)]
+    batch = replace(batch, weight=torch.tensor(weights))
     prediction = torch.randn_like(batch.targets)
     error = (prediction - batch.velocity()).square().mean(-1)
-    total = Objective(LossSettings())(prediction, batch, step_tokens=6, step_samples=2)
+    total, _ = Objective(settings)(prediction, batch)
     assert torch.allclose(total, (error[:4].sum() + 0.25 * error[4:].sum()) / 6)
 
 

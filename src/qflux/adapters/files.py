@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
-from peft.utils import get_peft_model_state_dict
+from peft.tuners.lycoris_utils import LycorisLayer
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from qflux.adapters.lora import ADAPTER
+from qflux.adapters.lora import ADAPTER, add, config_from
 from qflux.data.store import file_hash, write_tensors
-from qflux.errors import CheckpointError
+from qflux.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -21,16 +23,17 @@ FILE_NAME = "pytorch_lora_weights.safetensors"
 PREFIX = "transformer."
 
 
-def save_adapter(transformer: nn.Module, folder: Path) -> Path:
-    """Write the adapter as diffusers' pipelines do; an older file is replaced in one step."""
+def adapter_weights(transformer: nn.Module) -> dict[str, Tensor]:
+    """The adapter's tensors under diffusers' names; shared out if the transformer is."""
     weights = get_peft_model_state_dict(transformer, adapter_name=ADAPTER)
+    return {f"{PREFIX}{name}": tensor for name, tensor in weights.items()}
+
+
+def save_adapter(transformer: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> Path:
+    """Write an adapter as diffusers' pipelines do; an older file is replaced in one step."""
     settings = transformer.peft_config[ADAPTER].to_dict()  # type: ignore[index,union-attr]
     named = {f"{PREFIX}{key}": sorted(v) if isinstance(v, set) else v for key, v in settings.items()}
-    write_tensors(
-        folder / FILE_NAME,
-        {f"{PREFIX}{name}": tensor for name, tensor in weights.items()},
-        {LORA_ADAPTER_METADATA_KEY: json.dumps(named, sort_keys=True)},
-    )
+    write_tensors(folder / FILE_NAME, weights, {LORA_ADAPTER_METADATA_KEY: json.dumps(named, sort_keys=True)})
     return folder / FILE_NAME
 
 
@@ -41,15 +44,39 @@ def load_adapter(transformer: nn.Module, path: Path, scale: float = 1.0) -> None
     """
     file = path / FILE_NAME if path.is_dir() else path
     weights, metadata = _read(file)
-    _check(file, weights, metadata, transformer)
+    if str((metadata or {}).get(f"{PREFIX}peft_type", "LORA")).endswith("LORA"):
+        _check(file, weights, metadata, transformer)
+        try:
+            transformer.load_lora_adapter(  # type: ignore[operator]
+                weights, prefix=PREFIX.rstrip("."), adapter_name=ADAPTER, metadata=metadata
+            )
+        except Exception as error:
+            raise CheckpointError(f"{file} does not fit the model: {error}", _FOREIGN) from error
+        transformer.set_adapters([ADAPTER], weights=[scale])  # type: ignore[operator]
+    else:
+        _load_product(file, transformer, weights, metadata or {}, scale)
+    logger.info("adapter %s (%s), %d tensors, scale %g", file, file_hash(file)[:12], len(weights), scale)
+
+
+def _load_product(
+    file: Path, transformer: nn.Module, weights: dict[str, Tensor], metadata: dict[str, object], scale: float
+) -> None:
+    """LoKr and LoHa, which diffusers does not load: through PEFT, from the file's own description."""
+    description = {key.removeprefix(PREFIX): value for key, value in metadata.items()}
     try:
-        transformer.load_lora_adapter(  # type: ignore[operator]
-            weights, prefix=PREFIX.rstrip("."), adapter_name=ADAPTER, metadata=metadata
+        add(transformer, config_from(description))
+        found = set_peft_model_state_dict(
+            transformer, {key.removeprefix(PREFIX): tensor for key, tensor in weights.items()}, ADAPTER
         )
-    except Exception as error:
+    except (KeyError, RuntimeError, TypeError, ConfigError) as error:
         raise CheckpointError(f"{file} does not fit the model: {error}", _FOREIGN) from error
-    transformer.set_adapters([ADAPTER], weights=[scale])  # type: ignore[operator]
-    logger.info("LoRA %s (%s), %d tensors, scale %g", file, file_hash(file)[:12], len(weights), scale)
+    lacking = [key for key in found.missing_keys if ".lokr_" in key or ".hada_" in key]
+    if found.unexpected_keys or lacking:
+        odd = sorted([*found.unexpected_keys, *lacking])[0]
+        raise CheckpointError(f"{file} does not fit the model: {odd} is in one of them only", _FOREIGN)
+    for layer in transformer.modules():
+        if isinstance(layer, LycorisLayer):
+            layer.set_scale(ADAPTER, scale)
 
 
 def _check(file: Path, weights: dict[str, Tensor], metadata: dict[str, object] | None, transformer: nn.Module) -> None:
@@ -63,13 +90,14 @@ def _check(file: Path, weights: dict[str, Tensor], metadata: dict[str, object] |
     layers: dict[str, dict[str, Tensor]] = {}
     for key, tensor in sorted(weights.items()):
         name, _, part = key.removeprefix(PREFIX).rpartition(".lora_")
-        if not key.startswith(PREFIX) or part not in ("A.weight", "B.weight"):
+        if not key.startswith(PREFIX) or part not in ("A.weight", "B.weight", "magnitude_vector"):
             raise CheckpointError(f"{file}: {key} is no LoRA weight of a transformer", _FOREIGN)
         if name not in modules:
             raise CheckpointError(f"{file}: the model has no layer {name} (key {key})", _FOREIGN)
         if not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{file}: {key} holds values that are no numbers", "train it again.")
-        layers.setdefault(name, {})[part[0]] = tensor
+        if part != "magnitude_vector":
+            layers.setdefault(name, {})[part[0]] = tensor
     for name, pair in layers.items():
         if pair.keys() != {"A", "B"}:
             raise CheckpointError(f"{file}: {name} has only lora_{next(iter(pair))} of the two", _FOREIGN)

@@ -1,13 +1,16 @@
-"""LoRA through PEFT: inject, keep in float32, save and load in diffusers' format."""
+"""Adapters through PEFT: inject them, keep them in float32."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig
+from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig
+from peft.tuners.loha.layer import Linear as LoHaLinear
+from peft.tuners.lokr.layer import Linear as LoKrLinear
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
@@ -15,6 +18,7 @@ from qflux.config import LoraSettings
 from qflux.errors import ConfigError
 
 ADAPTER = "default"
+KINDS: dict[str, type[PeftConfig]] = {"LORA": LoraConfig, "LOKR": LoKrConfig, "LOHA": LoHaConfig}
 
 
 class Float32Linear(nn.Linear):
@@ -29,45 +33,82 @@ class Float32Linear(nn.Linear):
         return F.linear(input, self.weight.to(input.dtype), bias)
 
 
+class _InBaseDtype:
+    """LoKr and LoHa make a whole weight from float32 factors; it is multiplied in the base's dtype."""
+
+    def get_delta_weight(self, *args: Any, **options: Any) -> Tensor:
+        weight: Tensor = super().get_delta_weight(*args, **options)  # type: ignore[misc]
+        return weight.to(self.get_base_layer().weight.dtype)  # type: ignore[attr-defined]
+
+
+class _LoKrLinear(_InBaseDtype, LoKrLinear): ...
+
+
+class _LoHaLinear(_InBaseDtype, LoHaLinear): ...
+
+
+_QUICK: dict[type[nn.Module], type[nn.Module]] = {LoKrLinear: _LoKrLinear, LoHaLinear: _LoHaLinear}
+
+
 def inject(transformer: nn.Module, settings: LoraSettings, seed: int) -> None:
-    """Add a trainable float32 LoRA to `transformer`; freeze everything else. Equal seeds give equal weights."""
+    """Add a trainable float32 adapter to `transformer`; freeze everything else. Equal seeds give equal weights."""
     transformer.requires_grad_(False)
+    _require_targets(transformer, settings.target_modules)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        _add(transformer, settings)
-    for layer in lora_layers(transformer):
-        layer.cast_input_dtype_enabled = False
-        for part in (layer.lora_A, layer.lora_B):
-            for linear in part.values():
+        add(transformer, _config(settings))
+    for layer in transformer.modules():
+        if isinstance(layer, LoraLayer):
+            layer.cast_input_dtype_enabled = False
+            for linear in (*layer.lora_A.values(), *layer.lora_B.values()):
                 linear.__class__ = Float32Linear
-                linear.to(torch.float32)
+    for parameter in trainable(transformer).values():
+        parameter.data = parameter.data.float()
 
 
-def _add(transformer: nn.Module, settings: LoraSettings) -> None:
-    config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha if settings.alpha is not None else settings.rank,
-        lora_dropout=settings.dropout,
-        target_modules=list(settings.target_modules),
-        init_lora_weights="gaussian" if settings.init == "gaussian" else True,
-    )
-    names = [name for name, _ in transformer.named_modules()]
-    unknown = [t for t in settings.target_modules if not any(n == t or n.endswith(f".{t}") for n in names)]
-    remedy = "use names as they end in the model, for example [to_q, to_k, to_v, to_out.0]."
-    if unknown:
-        raise ConfigError(f"lora.target_modules: {type(transformer).__name__} has no {', '.join(unknown)}", remedy)
+def add(transformer: nn.Module, config: PeftConfig) -> None:
+    """Add an adapter; what it can't be added to is the config's fault."""
     try:
         transformer.add_adapter(config, adapter_name=ADAPTER)  # type: ignore[operator]
     except ValueError as error:
-        raise ConfigError(f"lora.target_modules: {error}", remedy) from error
+        raise ConfigError(f"lora.target_modules: {error}", _NAMES) from error
+    for layer in transformer.modules():
+        layer.__class__ = _QUICK.get(type(layer), type(layer))
 
 
-def lora_layers(transformer: nn.Module) -> Iterator[Any]:
-    for module in transformer.modules():
-        if isinstance(module, LoraLayer):
-            yield module
+def config_from(description: Mapping[str, Any]) -> PeftConfig:
+    """The PEFT config that an adapter file describes; what this version of PEFT does not know is left out."""
+    kind = KINDS[str(description.get("peft_type", "LORA")).rpartition(".")[2]]
+    known = {field.name for field in dataclasses.fields(kind) if field.init}
+    return kind(**{key: value for key, value in description.items() if key in known and key != "peft_type"})
 
 
 def trainable(transformer: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that train, by name, in a stable order."""
     return {name: parameter for name, parameter in transformer.named_parameters() if parameter.requires_grad}
+
+
+def _config(settings: LoraSettings) -> PeftConfig:
+    targets = list(settings.target_modules)
+    alpha = settings.alpha if settings.alpha is not None else settings.rank
+    if settings.type in ("lora", "dora"):
+        return LoraConfig(
+            r=settings.rank,
+            lora_alpha=alpha,
+            lora_dropout=settings.dropout,
+            target_modules=targets,
+            init_lora_weights="gaussian" if settings.init == "gaussian" else True,
+            use_dora=settings.type == "dora",
+        )
+    kind = LoKrConfig if settings.type == "lokr" else LoHaConfig
+    return kind(r=settings.rank, alpha=alpha, rank_dropout=settings.dropout, target_modules=targets)
+
+
+def _require_targets(transformer: nn.Module, targets: tuple[str, ...]) -> None:
+    names = [name for name, _ in transformer.named_modules()]
+    unknown = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in names)]
+    if unknown:
+        raise ConfigError(f"lora.target_modules: {type(transformer).__name__} has no {', '.join(unknown)}", _NAMES)
+
+
+_NAMES = "use names as they end in the model, for example [to_q, to_k, to_v, to_out.0]."

@@ -14,6 +14,7 @@ from torch import Tensor
 from qflux.data.encoded import EncodedExample, TextEmbedding
 from qflux.ragged.interleave import Interleave
 from qflux.ragged.layout import ImageShape, image_tokens
+from qflux.ragged.transfer import upload
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class EditBatch:
     mask: Tensor
     """`(M,)` 1 where a token is edited; a sample without a mask is edited everywhere."""
     weight: Tensor
-    """`(B,)` of each sample in the loss."""
+    """`(B,)` of each sample's term in the loss of the step."""
     images: Interleave
     """Targets and controls as two streams and as the images of each sample."""
 
@@ -57,12 +58,12 @@ class EditBatch:
             ids=tuple(example.id for example in examples),
             img_shapes=tuple(example.img_shapes for example in examples),
             text=tuple(_moved(example.text, device, dtype) for example in examples),
-            targets=torch.cat(targets).to(device, torch.float32),
-            controls=torch.cat(controls or [targets[0][:0]]).to(device, torch.float32),
-            noise=torch.cat(list(noise)).to(device, torch.float32),
-            sigma=torch.tensor(sigma, dtype=torch.float32).to(device),
-            mask=torch.cat(masks).to(device, torch.float32),
-            weight=torch.tensor(weight or [1.0] * len(examples), dtype=torch.float32).to(device),
+            targets=upload(torch.cat(targets).float(), device),
+            controls=upload(torch.cat(controls or [targets[0][:0]]).float(), device),
+            noise=upload(torch.cat(list(noise)).float(), device),
+            sigma=upload(torch.tensor(sigma, dtype=torch.float32), device),
+            mask=upload(torch.cat(masks).float(), device),
+            weight=upload(torch.tensor(weight or [1.0] * len(examples), dtype=torch.float32), device),
             images=Interleave.build(
                 [example.target_tokens for example in examples],
                 [image_tokens(example.img_shapes[1:]) for example in examples],
@@ -97,5 +98,5 @@ class EditBatch:
 
 
 def _moved(text: TextEmbedding, device: torch.device | str, dtype: torch.dtype) -> TextEmbedding:
-    pooled = None if text.pooled is None else text.pooled.to(device, dtype)
-    return TextEmbedding(text.tokens.to(device, dtype), pooled)
+    pooled = None if text.pooled is None else upload(text.pooled.to(dtype), device)
+    return TextEmbedding(upload(text.tokens.to(dtype), device), pooled)

@@ -127,6 +127,7 @@ class EpochPlan:
         order = _shuffled(len(due), random)
         self._samples, self._numbers = due[order], numbers[order]
         lengths = np.asarray(tokens, dtype=np.int64)[self._samples]
+        self._lengths = lengths
         self._costs = cost_of(lengths)
         self._bins: list[list[list[int]]] | None = None
         """By tokens: the micro-batches of each step, as positions in the order."""
@@ -142,8 +143,7 @@ class EpochPlan:
     def __getitem__(self, within: int) -> PlannedStep:
         if not 0 <= within < len(self):
             raise IndexError(f"step {within} of an epoch of {len(self)}")
-        bins = _by_count(within, self._costs, self.batching) if self._bins is None else self._bins[within]
-        ranks = _deal(bins, self._costs, self.batching.world_size)
+        ranks = _deal(self._micro_batches(within), self._costs, self.batching.world_size)
         return PlannedStep(
             self.epoch, within, tuple(tuple(tuple(map(self._visit, batch)) for batch in rank) for rank in ranks)
         )
@@ -154,6 +154,31 @@ class EpochPlan:
     def steps(self, start: int = 0) -> Iterator[PlannedStep]:
         """The steps from `start` on."""
         return (self[within] for within in range(start, len(self)))
+
+    def largest(self, start: int = 0, stop: int | None = None) -> tuple[int, MicroBatch]:
+        """The micro-batch of the most tokens in steps `start` to `stop`, and how many they are."""
+        stop = len(self) if stop is None else min(stop, len(self))
+        best: tuple[int, MicroBatch] = 0, ()
+        # No micro-batch has more than the longest samples of its step; most steps need no closer look.
+        bounds = [(self._bound(within), within) for within in range(start, stop)]
+        for bound, within in sorted(bounds, key=lambda item: (-item[0], item[1])):
+            if bound <= best[0]:
+                break
+            for batch in self._micro_batches(within):
+                tokens = int(self._lengths[batch].sum())
+                if tokens > best[0]:
+                    best = tokens, tuple(map(self._visit, batch))
+        return best
+
+    def _bound(self, within: int) -> int:
+        """At most so many tokens are in a micro-batch of a step."""
+        if self._bins is not None:
+            return max(int(self._lengths[batch].sum()) for batch in self._bins[within])
+        step = self._lengths[within * self._per_step : (within + 1) * self._per_step]
+        return int(np.sort(step)[-(self.batching.batch_size or 1) :].sum())
+
+    def _micro_batches(self, within: int) -> list[list[int]]:
+        return _by_count(within, self._costs, self.batching) if self._bins is None else self._bins[within]
 
     @property
     def _per_step(self) -> int:
@@ -219,6 +244,22 @@ class TrainingPlan:
                 yield number, step
                 number += 1
             epoch, within = epoch + 1, 0
+
+    def largest(self, start: int, stop: int, epochs: int = 20) -> tuple[int, MicroBatch]:
+        """The micro-batch of the most tokens in steps `start` to `stop`, and how many they are.
+
+        At most so many epochs are looked at; with a token budget one, since every epoch fills it.
+        """
+        best: tuple[int, MicroBatch] = 0, ()
+        if start >= stop:
+            return best
+        (first, within), (last, _) = self.locate(start), self.locate(stop - 1)
+        epochs = 1 if self._arguments["batching"].max_tokens is not None else epochs
+        for number in range(first, min(last + 1, first + epochs)):
+            begin = self.first_step(number)
+            found = self.epoch(number).largest(within if number == first else 0, stop - begin)
+            best = max(best, found, key=lambda item: item[0])
+        return best
 
 
 def cost_of(tokens: Ints) -> Floats:

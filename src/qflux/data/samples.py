@@ -68,6 +68,10 @@ class SizedExample:
         return image_tokens(self.img_shapes)
 
     @property
+    def target_tokens(self) -> int:
+        return image_tokens(self.img_shapes[:1])
+
+    @property
     def crops_first_control(self) -> bool:
         """The first control has another aspect ratio than the target, and loses more than a step to the crop."""
         transform = self.transforms[0]

@@ -48,6 +48,10 @@ class StoredSample:
     def image_tokens(self) -> int:
         return image_tokens(self.img_shapes)
 
+    @property
+    def target_tokens(self) -> int:
+        return image_tokens(self.img_shapes[:1])
+
 
 def read_stored(source: CacheSource, is_prior: bool = False) -> tuple[list[StoredSample], Listing]:
     """All samples of a folder, and what is wrong with the others."""

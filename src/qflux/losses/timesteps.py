@@ -10,11 +10,14 @@ import math
 import torch
 from torch import Tensor
 
-from qflux.config import TimestepSettings
+from qflux.config import LossSettings, TimestepSettings
 from qflux.data.store import seed_of
 
 BASE_TOKENS, MAX_TOKENS = 256, 4096
 BASE_SHIFT, MAX_SHIFT = 0.5, 1.15
+
+LEAST_SIGMA = 1e-3
+"""Below this a weight of sigma^-2 grows no further; it is the lowest noise level of a schedule of 1000 steps."""
 
 
 def draw(
@@ -23,6 +26,15 @@ def draw(
     """The noise level in (0, 1) and the noise `(tokens, channels)` of one visit to one sample."""
     generator = torch.Generator().manual_seed(seed_of("noise", seed, sample_id, visit))
     sigma = shifted(_density(settings, generator), tokens, settings)
+    return sigma, torch.randn(tokens, channels, generator=generator)
+
+
+def fixed_draw(
+    seed: int, sample_id: str, level: int, levels: int, tokens: int, channels: int, settings: TimestepSettings
+) -> tuple[float, Tensor]:
+    """The noise level in the middle of the `level`th of `levels` equal strata, and noise that never changes."""
+    generator = torch.Generator().manual_seed(seed_of("held out", seed, sample_id, level))
+    sigma = shifted((level + 0.5) / levels, tokens, settings)
     return sigma, torch.randn(tokens, channels, generator=generator)
 
 
@@ -40,8 +52,23 @@ def resolution_shift(tokens: int) -> float:
     return BASE_SHIFT + slope * (tokens - BASE_TOKENS)
 
 
+def level_weight(sigma: float, settings: LossSettings) -> float:
+    """SD3's weight of a noise level in the loss."""
+    density = settings.timesteps.density
+    weighting = settings.weighting or (density if density in ("cosmap", "sigma_sqrt") else "none")
+    if weighting == "sigma_sqrt":
+        return max(sigma, LEAST_SIGMA) ** -2
+    if weighting == "cosmap":
+        return 2 / (math.pi * (1 - 2 * sigma + 2 * sigma**2))
+    return 1.0
+
+
 def _density(settings: TimestepSettings, generator: torch.Generator) -> float:
-    if settings.density == "uniform":
-        return float(torch.rand((), generator=generator, dtype=torch.float64))
-    normal = float(torch.randn((), generator=generator, dtype=torch.float64))
-    return float(torch.sigmoid(torch.tensor(settings.mean + settings.std * normal, dtype=torch.float64)))
+    """Before the shift. `cosmap` and `sigma_sqrt` are uniform here: their names are weightings of the loss."""
+    if settings.density == "logit_normal":
+        normal = float(torch.randn((), generator=generator, dtype=torch.float64))
+        return float(torch.sigmoid(torch.tensor(settings.mean + settings.std * normal, dtype=torch.float64)))
+    uniform = float(torch.rand((), generator=generator, dtype=torch.float64))
+    if settings.density == "mode":
+        return 1 - uniform - settings.mode_scale * (math.cos(math.pi * uniform / 2) ** 2 - 1 + uniform)
+    return uniform

@@ -96,6 +96,8 @@ class Family:
     defaults: Defaults
     tiny: Callable[..., Any]
     """`tiny(seed)`: all components, real classes, small and random."""
+    transformer: type[Any]
+    """The class of what trains."""
     load: Callable[[str, Sequence[str], torch.dtype, torch.device], Any]
     """`load(pretrained, parts, dtype, device)`: components with these parts filled."""
     encoder: Callable[[Any, TextLimit], Encoder]

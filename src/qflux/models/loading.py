@@ -10,8 +10,10 @@ import diffusers
 import torch
 from huggingface_hub import snapshot_download
 
+from qflux.config import ModelSettings
 from qflux.data.store import key_of, write_json
 from qflux.errors import CheckpointError
+from qflux.models.quantization import quantization_config
 
 _REPAIR = "fetch the checkpoint again, or give another one."
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model")
@@ -38,9 +40,24 @@ def checkpoint_folder(pretrained: str, parts: Sequence[str], download: bool = Tr
     return folder
 
 
-def load_part(loader: Any, folder: Path, part: str, dtype: torch.dtype, device: torch.device) -> Any:
+def load_transformer(loader: Any, settings: ModelSettings, dtype: torch.dtype, device: torch.device) -> Any:
+    """The transformer of a checkpoint, or another one in its place, quantized if that is asked for."""
+    quantization = quantization_config(settings.quantization, dtype) if settings.quantization else None
+    if settings.transformer is None:
+        folder = checkpoint_folder(settings.pretrained, ("transformer",))
+        return load_part(loader, folder, "transformer", dtype, device, quantization)
+    if not settings.transformer.is_dir():
+        raise CheckpointError(f"model.transformer: no folder {settings.transformer}", "give a diffusers transformer.")
+    return load_part(loader, settings.transformer.parent, settings.transformer.name, dtype, device, quantization)
+
+
+def load_part(
+    loader: Any, folder: Path, part: str, dtype: torch.dtype, device: torch.device, quantization: Any = None
+) -> Any:
     """A model of a checkpoint, frozen, in `dtype` on `device`. Weights are safetensors only."""
     options = {"torch_dtype": dtype, "use_safetensors": True, "output_loading_info": True}
+    if quantization is not None:
+        options["quantization_config"] = quantization
     try:
         model, found = loader.from_pretrained(folder, subfolder=part, **options)
     except Exception as error:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qflux.ragged.transfer import upload
+
 
 @dataclass(frozen=True)
 class Interleave:
@@ -39,7 +41,7 @@ class Interleave:
         stream_sample = torch.cat([first, second])
         joint_order = torch.argsort(stream_sample, stable=True)
         parts = (first, second, stream_sample[joint_order], joint_order, torch.argsort(joint_order))
-        return cls(*(part.to(device, non_blocking=True) for part in parts))
+        return cls(*(upload(part, device) for part in parts))
 
     def join(self, first: Tensor, second: Tensor) -> Tensor:
         """Both streams as one tensor in joint order."""

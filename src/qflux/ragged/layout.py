@@ -24,6 +24,7 @@ from torch import Tensor
 
 from qflux.ragged.attention import masked_attention, ragged_attention
 from qflux.ragged.interleave import Interleave
+from qflux.ragged.transfer import upload
 
 ImageShape = tuple[int, int, int]
 """`(1, rows, columns)` of an image in tokens; one token is 16 × 16 pixels."""
@@ -110,7 +111,7 @@ class PackedLayout(RaggedLayout):
             image_lengths=tuple(image_lengths),
             uniform=uniform,
             streams=Interleave.build(text_lengths, image_lengths, device),
-            _offsets=torch.tensor(offsets, dtype=torch.int32).to(device, non_blocking=True),
+            _offsets=upload(torch.tensor(offsets, dtype=torch.int32), device),
             _offsets_host=offsets,
         )
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qflux.ragged.layout import ImageShape
+from qflux.ragged.transfer import upload
 
 Rotary = Tensor
 """`(T, 1, D / 2, 2)` float32: cosine and sine of every channel pair of every token, the same for all heads."""
@@ -34,7 +35,7 @@ def image_ids(img_shapes: Sequence[Sequence[ImageShape]], device: torch.device |
         for domain, (_, rows, columns) in enumerate(shapes):
             grid = _grid(rows, columns)
             ids.append(torch.cat([grid.new_full((len(grid), 1), domain), grid[:, 1:]], dim=1))
-    return torch.cat(ids).to(device, non_blocking=True)
+    return upload(torch.cat(ids), device)
 
 
 def rotary_from(cos: Tensor, sin: Tensor) -> Rotary:

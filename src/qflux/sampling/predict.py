@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,18 +11,16 @@ from PIL import Image
 from torch import Tensor
 
 from qflux.config import STEP, Config
-from qflux.data.encoded import Prompt, TextEmbedding
+from qflux.data.encoded import Prompt
 from qflux.data.geometry import ImageProcessor
 from qflux.data.images import to_image, to_pixels, to_rgb
 from qflux.errors import DataError
-from qflux.models.family import Family, ModelInputs, text_limit
-from qflux.ragged.interleave import Interleave
-from qflux.ragged.layout import ImageShape, image_tokens
+from qflux.models.family import Family, text_limit
+from qflux.ragged.layout import ImageShape
 from qflux.ragged.patches import pack, token_shape
-from qflux.sampling.sampler import denoise, schedules
+from qflux.sampling.sampler import OnStep, Prepared, Sampler
 
 MOST_PIXELS = 4096 * 4096
-OnStep = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -40,26 +38,13 @@ class Edit:
     size: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    noise: Tensor
-    controls: Tensor
-    img_shapes: tuple[ImageShape, ...]
-    text: TextEmbedding
-    negative: TextEmbedding | None
-
-    @property
-    def target(self) -> ImageShape:
-        return self.img_shapes[0]
-
-
 class Predictor:
     """A model ready to edit. The config's preprocessing is applied: what the model was trained on is what it gets."""
 
     def __init__(self, family: Family, components: Any, config: Config) -> None:
         self._family = family
         self._transformer = components.transformer
-        self._scheduler = components.scheduler
+        self._sampler = Sampler(family, components.transformer, components.scheduler)
         self._encoder = family.encoder(components, text_limit(config, family))
         self._processor = ImageProcessor(config.data.processor)
         self._settings = config.predict
@@ -86,41 +71,16 @@ class Predictor:
         """Denoised tokens of every edit, with their shapes."""
         settings, defaults = self._settings, self._family.defaults
         prepared = [self._prepare(edit) for edit in edits]
-        targets = [image_tokens([item.target]) for item in prepared]
-        noise = torch.cat([item.noise for item in prepared])
-        sample = Interleave.build(targets, [0] * len(targets), noise.device).first_sample
-        velocity = self._velocity(prepared, targets, settings.guidance_scale if guidance is None else guidance)
-        count = steps or settings.num_inference_steps or defaults.num_inference_steps
-        sigmas, told = schedules(self._scheduler, targets, count, noise.device)
-        final = denoise(velocity, noise, sample, sigmas, told, on_step)
-        return [(tokens, item.target) for tokens, item in zip(final.split(targets), prepared, strict=True)]
+        tokens = self._sampler(
+            prepared,
+            steps or settings.num_inference_steps or defaults.num_inference_steps,
+            settings.guidance_scale if guidance is None else guidance,
+            defaults.true_cfg_scale if settings.true_cfg_scale is None else settings.true_cfg_scale,
+            on_step,
+        )
+        return [(latents, item.target) for latents, item in zip(tokens, prepared, strict=True)]
 
-    def _velocity(
-        self, prepared: list[_Prepared], targets: list[int], guidance: float
-    ) -> Callable[[Tensor, Tensor], Tensor]:
-        """The guided velocity of all edits; conditional and unconditional samples run in one ragged batch."""
-        scale = self._settings.true_cfg_scale
-        scale = self._family.defaults.true_cfg_scale if scale is None else scale
-        guided = [index for index, item in enumerate(prepared) if item.negative is not None and scale > 1]
-        rows = [*range(len(prepared)), *guided]
-        shapes = [prepared[row].img_shapes for row in rows]
-        text = [item.text for item in prepared] + [prepared[row].negative or prepared[row].text for row in guided]
-        controls = torch.cat([prepared[row].controls for row in rows])
-        lengths = [targets[row] for row in rows]
-        images = Interleave.build(lengths, [len(prepared[row].controls) for row in rows], controls.device)
-
-        def velocity(latents: Tensor, sigma: Tensor) -> Tensor:
-            parts = latents.split(targets)
-            noisy = torch.cat([parts[row] for row in rows])
-            inputs = ModelInputs(images.join(noisy, controls), shapes, text, sigma[rows], guidance)
-            predicted = list(images.split(self._family.velocity(self._transformer, inputs))[0].split(lengths))
-            for place, row in enumerate(guided):
-                predicted[row] = self._family.combine(predicted[row], predicted[len(prepared) + place], scale)
-            return torch.cat(predicted[: len(prepared)])
-
-        return velocity
-
-    def _prepare(self, edit: Edit) -> _Prepared:
+    def _prepare(self, edit: Edit) -> Prepared:
         device, dtype = self._transformer.device, self._transformer.dtype
         self._family.check_controls(len(edit.controls), "edit")
         controls, shapes, seen = [], [], []
@@ -143,7 +103,7 @@ class Predictor:
         if edit.negative_prompt is not None:
             prompts.append(Prompt(edit.negative_prompt, images=tuple(seen)))
         text, *negative = self._encoder.encode_text(prompts)
-        return _Prepared(
+        return Prepared(
             noise=noise,
             controls=torch.cat(controls or [noise[:0]]),
             img_shapes=(target, *shapes),

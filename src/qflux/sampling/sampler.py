@@ -7,13 +7,86 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from qflux.data.encoded import TextEmbedding
 from qflux.losses.timesteps import BASE_SHIFT, BASE_TOKENS, MAX_SHIFT, MAX_TOKENS
+from qflux.models.family import Family, ModelInputs
+from qflux.ragged.interleave import Interleave
+from qflux.ragged.layout import ImageShape, image_tokens
+
+OnStep = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An edit as the transformer sees it. A negative prompt switches true classifier-free guidance on."""
+
+    noise: Tensor
+    """`(m, C)`"""
+    controls: Tensor
+    """`(k, C)`"""
+    img_shapes: tuple[ImageShape, ...]
+    text: TextEmbedding
+    negative: TextEmbedding | None = None
+
+    @property
+    def target(self) -> ImageShape:
+        return self.img_shapes[0]
+
+
+class Sampler:
+    """From noise to images, for edits of any sizes and control counts at once."""
+
+    def __init__(self, family: Family, transformer: nn.Module, scheduler: Any) -> None:
+        self._family = family
+        self._transformer = transformer
+        self._scheduler = scheduler
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        edits: Sequence[Prepared],
+        steps: int,
+        guidance: float,
+        true_cfg_scale: float,
+        on_step: OnStep | None = None,
+    ) -> list[Tensor]:
+        """Denoised target tokens `(m, C)` of every edit; each is what it would be alone."""
+        targets = [image_tokens([edit.target]) for edit in edits]
+        noise = torch.cat([edit.noise for edit in edits])
+        sample = Interleave.build(targets, [0] * len(targets), noise.device).first_sample
+        velocity = self._velocity(edits, targets, guidance, true_cfg_scale)
+        sigmas, told = schedules(self._scheduler, targets, steps, noise.device)
+        return list(denoise(velocity, noise, sample, sigmas, told, on_step).split(targets))
+
+    def _velocity(
+        self, edits: Sequence[Prepared], targets: list[int], guidance: float, scale: float
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """The guided velocity of all edits; conditional and unconditional samples run in one ragged batch."""
+        guided = [index for index, edit in enumerate(edits) if edit.negative is not None and scale > 1]
+        rows = [*range(len(edits)), *guided]
+        shapes = [edits[row].img_shapes for row in rows]
+        text = [edit.text for edit in edits] + [edits[row].negative or edits[row].text for row in guided]
+        controls = torch.cat([edits[row].controls for row in rows])
+        lengths = [targets[row] for row in rows]
+        images = Interleave.build(lengths, [len(edits[row].controls) for row in rows], controls.device)
+
+        def velocity(latents: Tensor, sigma: Tensor) -> Tensor:
+            parts = latents.split(targets)
+            noisy = torch.cat([parts[row] for row in rows])
+            inputs = ModelInputs(images.join(noisy, controls), shapes, text, sigma[rows], guidance)
+            predicted = list(images.split(self._family.velocity(self._transformer, inputs))[0].split(lengths))
+            for place, row in enumerate(guided):
+                predicted[row] = self._family.combine(predicted[row], predicted[len(edits) + place], scale)
+            return torch.cat(predicted[: len(edits)])
+
+        return velocity
 
 
 def schedules(scheduler: Any, target_tokens: Sequence[int], steps: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -43,7 +116,7 @@ def denoise(
     sample: Tensor,
     sigmas: Tensor,
     told: Tensor,
-    on_step: Callable[[int, int], None] | None = None,
+    on_step: OnStep | None = None,
 ) -> Tensor:
     """Integrate `latents` `(M, C)` from noise to image.
 

@@ -1,12 +1,15 @@
 """Checkpoints: folders that appear whole, hold no pickle, and say what they must contain.
 
     checkpoints/step-00000250/
-        adapter.safetensors     trainable parameters
+        parameters.safetensors  what trains
         optimizer.safetensors   optimizer state
-        state.json              step, schedule, optimizer scalars, and the settings the run depends on
+        ema.safetensors         the running average, if there is one
+        state.json              step, optimizer scalars, held-out loss, and the settings the run depends on
         manifest.json           size and hash of each file above
 
-There is no random state to save: noise, timesteps and order follow from the seed (see `losses.timesteps`, `data.plan`).
+There is no random state to save: noise, timesteps and order follow from the seed (see `losses.timesteps`, `data.plan`);
+the learning rate follows from the step. Tensors are whole, however they were shared out among processes: a run may go
+on with another number of them. Only the first process reads and writes.
 """
 
 from __future__ import annotations
@@ -22,41 +25,56 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from qflux.data.plan import TrainingPlan
 from qflux.data.store import file_hash, sync_folder, write_json, write_tensors
 from qflux.errors import CheckpointError
+from qflux.training.distributed import World, copy_, like, whole
+from qflux.training.update import Update
 
 logger = logging.getLogger(__name__)
 
 
-FILES = {"adapter.safetensors", "optimizer.safetensors", "state.json"}
+FILES = {"parameters.safetensors", "optimizer.safetensors", "state.json"}
+EMA_FILE = "ema.safetensors"
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What moves during training: parameters by name, their optimizer, the schedule, the plan's known epochs."""
+    """What moves during training: parameters, optimizer, average, loss scale; and the plan's known epochs."""
 
-    parameters: Mapping[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LRScheduler
+    update: Update
     plan: TrainingPlan
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """A state on the host, whole; on other ranks than the first the tensors are missing."""
+
+    files: dict[str, dict[str, Tensor]]
+    state: dict[str, Any]
 
 
 class Checkpoints:
     """The checkpoints of one run, under `folder`.
 
-    `settings` is what a continued run must share with the one it continues. `keep` of the newest stay.
+    `settings` is what a continued run must share with the one it continues. `keep` of the newest stay, and the best.
     """
 
-    def __init__(self, folder: Path, keep: int, settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: Path, keep: int, settings: Mapping[str, Any] | None = None, world: World | None = None
+    ) -> None:
         self.folder = folder
         self.settings = settings or {}
         self._keep = keep
+        self._world = world or World()
 
     def epoch_starts(self, identity: Mapping[str, Any]) -> list[int] | None:
         """The plan's known epochs, from the newest checkpoint of a run with this data."""
+        return self._world.share(self._known_starts(identity) if self._world.is_first else None)
+
+    def _known_starts(self, identity: Mapping[str, Any]) -> list[int] | None:
         for folder in reversed(self._all()):
             try:
                 saved = json.loads((folder / "state.json").read_text())
@@ -66,81 +84,141 @@ class Checkpoints:
                 continue
         return None
 
-    def save(self, step: int, state: TrainingState) -> Path:
-        """Write the state after `step` optimizer steps."""
+    def save(self, step: int, state: TrainingState, held_out: float | None = None) -> Path:
+        """Write the state after `step` optimizer steps; all ranks must call."""
         final = self.folder / f"step-{step:08d}"
-        if final.is_dir():
-            if _fault(final) is None:
-                return final
-            shutil.rmtree(final)
+        if self._world.share(final.is_dir() and _fault(final) is None):
+            return final
+        snapshot = self._snapshot(step, state, held_out)
+        self._world.first(lambda: self._write(final, snapshot))
+        return final
+
+    def _snapshot(self, step: int, state: TrainingState, held_out: float | None) -> _Snapshot:
+        update = state.update
+        tensors, scalars = _flatten_optimizer(update.optimizer.state_dict())
+        files: dict[str, Mapping[str, Tensor]] = {
+            "parameters.safetensors": update.parameters,
+            "optimizer.safetensors": tensors,
+        }
+        if update.ema is not None:
+            files[EMA_FILE] = update.ema.average
+        scale = update.loss_scale
+        return _Snapshot(
+            {name: self._gathered(content) for name, content in files.items()},
+            {
+                "step": step,
+                "optimizer": scalars,
+                "loss_scale": None if scale is None else {key: float(t) for key, t in scale.tensors().items()},
+                "held_out": held_out,
+                "epoch_starts": state.plan.starts,
+                "settings": _plain(dict(self.settings)),
+            },
+        )
+
+    def _gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Put together one by one; only the first rank keeps them."""
+        kept = {}
+        for name, tensor in tensors.items():
+            together = whole(tensor)
+            if self._world.is_first:
+                kept[name] = together.cpu()
+        return kept
+
+    def _write(self, final: Path, snapshot: _Snapshot) -> None:
+        shutil.rmtree(final, ignore_errors=True)
         staging = self.folder / f".{final.name}.{os.getpid()}.tmp"
         shutil.rmtree(staging, ignore_errors=True)
         try:
-            self._write(staging, step, state)
+            staging.mkdir(parents=True)
+            for name, tensors in snapshot.files.items():
+                write_tensors(staging / name, tensors)
+            write_json(staging / "state.json", snapshot.state)
+            files = {file.name: [file.stat().st_size, file_hash(file)] for file in sorted(staging.iterdir())}
+            write_json(staging / "manifest.json", files)
             staging.rename(final)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         sync_folder(self.folder)
         self._rotate(final)
-        return final
-
-    def _write(self, staging: Path, step: int, state: TrainingState) -> None:
-        staging.mkdir(parents=True)
-        tensors, scalars = _flatten_optimizer(state.optimizer.state_dict())
-        write_tensors(staging / "adapter.safetensors", dict(state.parameters))
-        write_tensors(staging / "optimizer.safetensors", tensors)
-        write_json(
-            staging / "state.json",
-            {
-                "step": step,
-                "optimizer": scalars,
-                "schedule": _plain(state.schedule.state_dict()),
-                "epoch_starts": state.plan.starts,
-                "settings": _plain(dict(self.settings)),
-            },
-        )
-        files = {file.name: [file.stat().st_size, file_hash(file)] for file in sorted(staging.iterdir())}
-        write_json(staging / "manifest.json", files)
 
     def resume(self, state: TrainingState) -> int:
         """Load the newest complete checkpoint into `state`; the number of steps done, 0 if there is none."""
+        newest = self._world.first(self._newest_complete)
+        return self._load(newest, state)
+
+    def _newest_complete(self) -> Path | None:
+        faults = []
         for folder in reversed(self._all()):
             fault = _fault(folder)
-            if fault:
-                logger.warning("checkpoint %s is skipped: %s", folder, fault)
-                continue
-            return self._load(folder, state)
-        return 0
+            if fault is None:
+                return folder
+            faults.append(f"{folder.name}: {fault}")
+            logger.warning("checkpoint %s is skipped: %s", folder, fault)
+        if faults:
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} is complete: {'; '.join(faults)}",
+                "restore one from a backup, or remove the folder to begin anew.",
+            )
+        return None
+
+    def best(self) -> tuple[Path, float] | None:
+        """The complete checkpoint of the lowest held-out loss, the earliest of equals."""
+        losses = [(loss, folder) for folder in self._all() if (loss := _held_out(folder)) is not None]
+        for loss, folder in sorted(losses):
+            if _fault(folder) is None:
+                return folder, loss
+        return None
 
     def _all(self) -> list[Path]:
         return sorted(self.folder.glob("step-" + "[0-9]" * 8))
 
-    def _load(self, folder: Path, state: TrainingState) -> int:
-        saved = json.loads((folder / "state.json").read_text())
-        settings, before = json.loads(json.dumps(self.settings)), saved["settings"]
+    def _load(self, folder: Path | None, state: TrainingState) -> int:
+        saved = self._world.share(None if folder is None else json.loads((folder / "state.json").read_text()))
+        if saved is None:
+            return 0
+        self._require_same_settings(folder, saved["settings"])
+        update = state.update
+        weights = self._tensors(folder, "parameters.safetensors")
+        if weights.keys() != update.parameters.keys():
+            odd = sorted(weights.keys() ^ update.parameters.keys())[0]
+            raise CheckpointError(f"{folder} does not fit the model: {odd} is in one of them only")
+        with torch.no_grad():
+            for name, parameter in update.parameters.items():
+                copy_(parameter, weights[name])
+            if update.ema is not None:
+                update.ema.load(self._tensors(folder, EMA_FILE))
+            for name, tensor in update.loss_scale.tensors().items() if update.loss_scale else ():
+                tensor.fill_(saved["loss_scale"][name])
+        tensors = self._tensors(folder, "optimizer.safetensors")
+        update.optimizer.load_state_dict(
+            _restore_optimizer(tensors, saved["optimizer"], list(update.parameters.values()))
+        )
+        return int(saved["step"])
+
+    def _tensors(self, folder: Path | None, name: str) -> dict[str, Tensor]:
+        """Read by the first rank, on all ranks."""
+        return self._world.scatter(None if folder is None else load_file(folder / name))
+
+    def _require_same_settings(self, folder: Path | None, before: dict[str, Any]) -> None:
+        settings = json.loads(json.dumps(self.settings))
         changed = sorted(key for key in settings.keys() | before.keys() if settings.get(key) != before.get(key))
         if changed:
             details = "; ".join(f"{key} was {before.get(key)!r}, is {settings.get(key)!r}" for key in changed)
             raise CheckpointError(
-                f"{folder} belongs to another configuration: {details}", "restore it, or choose another run_name."
+                f"{folder or self.folder} belongs to another configuration: {details}",
+                "restore it, or choose another run_name.",
             )
-        weights = load_file(folder / "adapter.safetensors")
-        if weights.keys() != state.parameters.keys():
-            odd = sorted(weights.keys() ^ state.parameters.keys())[0]
-            raise CheckpointError(f"{folder} does not fit the model: {odd} is in one of them only")
-        with torch.no_grad():
-            for name, parameter in state.parameters.items():
-                parameter.copy_(weights[name])
-        tensors = load_file(folder / "optimizer.safetensors")
-        state.optimizer.load_state_dict(_restore_optimizer(tensors, saved["optimizer"]))
-        state.schedule.load_state_dict(saved["schedule"])
-        return int(saved["step"])
 
     def _rotate(self, newest: Path) -> None:
-        """Remove older checkpoints than the last `keep`. Damaged later ones must not push out what was just saved."""
+        """Remove older checkpoints than the last `keep`, except the best.
+
+        Damaged later ones must not push out what was just saved.
+        """
+        best = self.best()
         older = [folder for folder in self._all() if folder.name < newest.name]
         for old in older[: max(0, len(older) - self._keep + 1)]:
-            shutil.rmtree(old, ignore_errors=True)
+            if best is None or old != best[0]:
+                shutil.rmtree(old, ignore_errors=True)
         for torn in self.folder.glob(".step-*.tmp"):
             shutil.rmtree(torn, ignore_errors=True)
 
@@ -149,7 +227,7 @@ def _fault(folder: Path) -> str | None:
     """Why a checkpoint can't be used, if so."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
-        if not isinstance(manifest, dict) or manifest.keys() != FILES:
+        if not isinstance(manifest, dict) or manifest.keys() - {EMA_FILE} != FILES:
             return "its manifest does not list the files of a checkpoint"
         for name, (size, digest) in manifest.items():
             file = folder / name
@@ -160,6 +238,14 @@ def _fault(folder: Path) -> str | None:
     return None
 
 
+def _held_out(folder: Path) -> float | None:
+    try:
+        loss = json.loads((folder / "state.json").read_text())["held_out"]
+        return None if loss is None else float(loss)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Optimizer state as named tensors and plain values."""
     tensors: dict[str, Tensor] = {}
@@ -168,16 +254,24 @@ def _flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[s
         for name, value in values.items():
             if isinstance(value, Tensor):
                 tensors[f"{index}.{name}"] = value
-            else:
+            elif _is_plain(value):
                 scalars[f"{index}.{name}"] = value
+            else:
+                raise CheckpointError(
+                    f"the optimizer keeps a {type(value).__name__} ({name}), which can't be saved without pickle",
+                    "choose another optimizer.",
+                )
     return tensors, {"values": scalars, "param_groups": _plain(state["param_groups"])}
 
 
-def _restore_optimizer(tensors: dict[str, Tensor], scalars: dict[str, Any]) -> dict[str, Any]:
+def _restore_optimizer(tensors: dict[str, Tensor], scalars: dict[str, Any], parameters: list[Any]) -> dict[str, Any]:
+    """The inverse; what has the shape of its parameter is shared out as that is."""
     state: dict[int, dict[str, Any]] = {}
     for key, value in [*tensors.items(), *scalars["values"].items()]:
         index, name = key.split(".", 1)
-        state.setdefault(int(index), {})[name] = value
+        parameter = parameters[int(index)]
+        same = isinstance(value, Tensor) and value.shape == parameter.shape
+        state.setdefault(int(index), {})[name] = like(value, parameter) if same else value
     return {"state": state, "param_groups": scalars["param_groups"]}
 
 

@@ -93,13 +93,15 @@ def plan_samples(
     require_usable(gathered, config.data)
     keys = _KeyMaker(config, family, cache, fetch_encoders) if any(gathered.all) else None
 
-    def planned(samples: Sequence[SizedExample]) -> list[PlannedSample]:
-        return [PlannedSample(**vars(sample), keys=keys(sample)) for sample in samples] if keys else []
+    def planned(samples: Sequence[SizedExample], variants: list[Variant]) -> list[PlannedSample]:
+        return [PlannedSample(**vars(sample), keys=keys(sample, variants)) for sample in samples] if keys else []
 
     cache.index.save()
-    training: list[TrainingSample] = [*planned(gathered.training), *gathered.stored]
-    held_out: list[TrainingSample] = [*planned(gathered.held_out), *gathered.stored_held_out]
-    _require_variants(config, [*gathered.stored, *gathered.stored_held_out])
+    trained, validated = variants_of(config), held_out_variants(config)
+    training: list[TrainingSample] = [*planned(gathered.training, trained), *gathered.stored]
+    held_out: list[TrainingSample] = [*planned(gathered.held_out, validated), *gathered.stored_held_out]
+    _require_variants(gathered.stored, trained, "train.caption_dropout and train.control_dropout to 0")
+    _require_variants(gathered.stored_held_out, validated, "validation.true_cfg_scale to 1")
     ordered = sorted(training, key=lambda sample: (sample.id, sample.example.is_prior))
     return PlannedSet(ordered, held_out, gathered.faults, keys.encoders if keys else [])
 
@@ -111,13 +113,19 @@ def variants_of(config: Config) -> list[Variant]:
     return [Variant(caption, control) for control in controls for caption in captions]
 
 
-def _require_variants(config: Config, stored: Sequence[StoredSample]) -> None:
+def held_out_variants(config: Config) -> list[Variant]:
+    """What validation shows of a sample: all of it, and guidance is against the empty prompt."""
+    guided = config.validation.images > 0 and config.validation.true_cfg_scale > 1
+    return [WHOLE, Variant(caption=False)] if guided else [WHOLE]
+
+
+def _require_variants(stored: Sequence[StoredSample], variants: list[Variant], remedy: str) -> None:
     for sample in stored:
-        missing = [variant for variant in variants_of(config) if variant not in sample.variants]
+        missing = [variant for variant in variants if variant not in sample.variants]
         if missing:
             raise CacheError(
-                f"{sample.example.target}: no embedding {missing[0].name} is stored, and dropout needs one",
-                "set train.caption_dropout and train.control_dropout to 0, or encode the images again.",
+                f"{sample.example.target}: no embedding {missing[0].name} is stored, and this config needs one",
+                f"set {remedy}, or encode the images again.",
             )
 
 
@@ -128,15 +136,14 @@ class _KeyMaker:
         self._family = family.name
         self._dtype = config.model.dtype
         self._length = text_limit(config, family).tokens
-        self._variants = variants_of(config)
         self.encoders = _encoder_identities(config, family, cache, fetch)
         self._text_identity, self._image_identity = self.encoders
 
-    def __call__(self, sample: SizedExample) -> SampleKeys:
+    def __call__(self, sample: SizedExample, variants: Sequence[Variant]) -> SampleKeys:
         target = sample.transforms[0].key
         return SampleKeys(
             id=sample.id,
-            texts=tuple((variant, self._text(sample, variant)) for variant in self._variants),
+            texts=tuple((variant, self._text(sample, variant)) for variant in variants),
             images=tuple(
                 key_of("image", VERSION, fact.hash, transform.key, self._image_identity, self._dtype)
                 for fact, transform in zip(sample.facts, sample.transforms, strict=True)

@@ -1,4 +1,4 @@
-"""What the loop eats: the micro-batches of the plan, read ahead, each with its noise.
+"""What the loop eats: the micro-batches of one rank, read ahead, each with its noise and its weight in the step.
 
 A micro-batch comes from the cache, or is encoded on the fly; nothing else differs.
 """
@@ -18,13 +18,13 @@ from qflux.data.batch import EditBatch
 from qflux.data.cache import EmbeddingCacheManager, Manifest
 from qflux.data.encoded import EncodedExample, Variant
 from qflux.data.loader import read_ahead
-from qflux.data.plan import Batching, MicroBatch, TrainingPlan
+from qflux.data.plan import Batching, MicroBatch, PlannedStep, TrainingPlan
 from qflux.data.store import seed_of
 from qflux.data.stored import StoredSample
 from qflux.errors import DataError, QfluxError
+from qflux.losses.objective import StepSize, sample_weight
 from qflux.losses.timesteps import draw
 from qflux.models.family import Encoder, TextCounter
-from qflux.ragged.layout import image_tokens
 from qflux.training.encode import OpenedExample, TrainingSample, encode_example, open_example
 
 
@@ -78,7 +78,9 @@ class FromImages:
         return read if isinstance(read, EncodedExample) else encode_example(read, self._encoder)
 
 
-def training_plan(config: Config, samples: Sequence[TrainingSample], provider: Provider) -> TrainingPlan:
+def training_plan(
+    config: Config, samples: Sequence[TrainingSample], provider: Provider, world_size: int = 1
+) -> TrainingPlan:
     """The plan of a run. A sample that no micro-batch can hold is an error that names it."""
     lengths = [provider.text_tokens(sample) + sample.image_tokens for sample in samples]
     budget = config.data.max_tokens
@@ -88,11 +90,33 @@ def training_plan(config: Config, samples: Sequence[TrainingSample], provider: P
             f"{len(large)} samples are larger than data.max_tokens {budget}: {', '.join(large[:10])}",
             "raise data.max_tokens, or choose smaller areas in data.processor.",
         )
-    return TrainingPlan(lengths, Batching.of(config), config.seed, [sample.example.rate for sample in samples])
+    return TrainingPlan(
+        lengths, Batching.of(config, world_size), config.seed, [sample.example.rate for sample in samples]
+    )
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A micro-batch of one rank, and the step that it is part of.
+
+    In the last step of an epoch a rank may have nothing to do. The others' collectives need it all the same, so it
+    computes a sample of another rank with weight 0.
+    """
+
+    visits: MicroBatch
+    size: StepSize
+    is_stand_in: bool = False
+
+
+def assignments(step: PlannedStep, rank: int, samples: Sequence[TrainingSample]) -> list[Assignment]:
+    """What one rank does in a step."""
+    size = StepSize(sum(samples[visit.sample].target_tokens for visit in step.visits), step.samples)
+    cheapest = min(step.visits, key=lambda visit: samples[visit.sample].image_tokens)
+    return [Assignment(visits or (cheapest,), size, is_stand_in=not visits) for visits in step.ranks[rank]]
 
 
 class Feed:
-    """Turns planned micro-batches into tensors."""
+    """Turns assignments into tensors."""
 
     def __init__(
         self,
@@ -110,9 +134,9 @@ class Feed:
         self._device = device
         self._dtype = dtype
 
-    def __call__(self, micro_batches: Iterable[MicroBatch]) -> Generator[EditBatch, None, None]:
-        """One batch per micro-batch, in order, the same whatever the number of workers."""
-        for read in read_ahead(self._read, micro_batches, self._config.data.num_workers, self._names):
+    def __call__(self, assigned: Iterable[Assignment]) -> Generator[EditBatch, None, None]:
+        """One batch per assignment, in order, the same whatever the number of workers."""
+        for read in read_ahead(self._read, assigned, self._config.data.num_workers, self._names):
             yield EditBatch.collate(
                 [self._provider.finish(item.content) for item in read],
                 [item.noise for item in read],
@@ -122,26 +146,30 @@ class Feed:
                 [item.weight for item in read],
             )
 
-    def _read(self, micro_batch: MicroBatch) -> list[_Read]:
-        return [self._read_one(self._samples[visit.sample], visit.number) for visit in micro_batch]
+    def _read(self, assigned: Assignment) -> list[_Read]:
+        return [self._read_one(self._samples[visit.sample], visit.number, assigned) for visit in assigned.visits]
 
-    def _read_one(self, sample: TrainingSample, visit: int) -> _Read:
-        config = self._config
-        variant = drawn_variant(config, sample.id, visit)
-        try:
-            content = self._provider.read(sample, variant)
-        except QfluxError as error:
-            raise type(error)(f"sample {sample.example.name}: {error.problem}", error.remedy) from error
-        except Exception as error:
-            raise DataError(
-                f"sample {sample.example.name} can't be read: {type(error).__name__}: {error}", "look at its files."
-            ) from error
-        tokens = image_tokens(sample.img_shapes[:1])
+    def _read_one(self, sample: TrainingSample, visit: int, assigned: Assignment) -> _Read:
+        config, tokens = self._config, sample.target_tokens
+        content = read_named(self._provider, sample, drawn_variant(config, sample.id, visit))
         sigma, noise = draw(config.seed, sample.id, visit, tokens, self._channels, config.loss.timesteps)
-        return _Read(content, sigma, noise, config.loss.prior_weight if sample.example.is_prior else 1.0)
+        weight = sample_weight(config.loss, assigned.size, tokens, sigma, sample.example.is_prior)
+        return _Read(content, sigma, noise, 0.0 if assigned.is_stand_in else weight)
 
-    def _names(self, micro_batch: MicroBatch) -> str:
-        return ", ".join(self._samples[visit.sample].example.name for visit in micro_batch)
+    def _names(self, assigned: Assignment) -> str:
+        return ", ".join(self._samples[visit.sample].example.name for visit in assigned.visits)
+
+
+def read_named(provider: Provider, sample: TrainingSample, variant: Variant) -> EncodedExample | OpenedExample:
+    """`provider.read`, with the sample's name in every error."""
+    try:
+        return provider.read(sample, variant)
+    except QfluxError as error:
+        raise type(error)(f"sample {sample.example.name}: {error.problem}", error.remedy) from error
+    except Exception as error:
+        raise DataError(
+            f"sample {sample.example.name} can't be read: {type(error).__name__}: {error}", "look at its files."
+        ) from error
 
 
 def drawn_variant(config: Config, sample_id: str, visit: int) -> Variant:

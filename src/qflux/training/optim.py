@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from diffusers.optimization import get_scheduler
@@ -14,7 +15,7 @@ from qflux.config import OptimizerSettings, TrainSettings
 from qflux.errors import ConfigError
 
 
-def build_optimizer(settings: OptimizerSettings, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def build_optimizer(settings: OptimizerSettings, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """An instance of `settings.class_path`; a class or an argument that does not exist is a `ConfigError`."""
     module_name, _, class_name = settings.class_path.rpartition(".")
     try:
@@ -28,19 +29,44 @@ def build_optimizer(settings: OptimizerSettings, parameters: Iterable[nn.Paramet
         raise ConfigError(f"optimizer.class_path: {settings.class_path} is not a torch optimizer")
     if optimizer_class is torch.optim.LBFGS:
         raise ConfigError("optimizer.class_path: LBFGS evaluates the loss several times a step, which is not supported")
+    known = inspect.signature(optimizer_class).parameters
+    arguments = dict(settings.init_args)
+    if "fused" in known and "foreach" not in arguments and all(p.is_cuda for p in parameters):
+        arguments.setdefault("fused", True)
     try:
-        return optimizer_class(list(parameters), **settings.init_args)
-    except (TypeError, ValueError, IndexError) as error:
-        accepted = ", ".join(list(inspect.signature(optimizer_class).parameters)[1:])
-        raise ConfigError(f"optimizer.init_args: {error}", f"{class_name} takes {accepted}.") from None
+        return optimizer_class(list(parameters), **arguments)
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise ConfigError(
+            f"optimizer.init_args: {error}", f"{class_name} takes {', '.join(list(known)[1:])}."
+        ) from None
 
 
-def build_schedule(
-    settings: TrainSettings, optimizer: torch.optim.Optimizer, total_steps: int
-) -> torch.optim.lr_scheduler.LRScheduler:
-    return get_scheduler(
-        settings.lr_scheduler,
-        optimizer,
-        num_warmup_steps=settings.lr_warmup_steps,
-        num_training_steps=total_steps,
-    )
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate of every step, as a function of its number alone: there is nothing to save or to resume."""
+
+    factor: Callable[[int], float]
+    """Of the configured rate, at a step counted from 0."""
+
+    def set(self, optimizer: torch.optim.Optimizer, number: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * self.factor(number)
+
+
+def build_schedule(settings: TrainSettings, optimizer: torch.optim.Optimizer, total_steps: int) -> Schedule:
+    """diffusers' schedule of that name, over `total_steps` optimizer steps."""
+    try:
+        scheduler = get_scheduler(
+            settings.lr_scheduler,
+            optimizer,
+            step_rules=settings.lr_step_rules,
+            num_warmup_steps=settings.lr_warmup_steps,
+            num_training_steps=total_steps,
+            num_cycles=settings.lr_num_cycles,
+            power=settings.lr_power,
+        )
+        (factor, *_) = scheduler.lr_lambdas
+        factor(0)
+    except (ValueError, TypeError, IndexError) as error:
+        raise ConfigError(f"train.lr_scheduler: {settings.lr_scheduler} can't be made: {error}") from None
+    return Schedule(factor)

@@ -11,40 +11,31 @@ attention, modulation and positions keep the samples apart.
 from __future__ import annotations
 
 import logging
-import math
 import os
-import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-import yaml
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
-from qflux.adapters.files import load_adapter, save_adapter
-from qflux.adapters.lora import inject, trainable
+from qflux.adapters.files import load_adapter
 from qflux.config import Config
-from qflux.data.batch import EditBatch
 from qflux.data.cache import EmbeddingCacheManager
 from qflux.data.claims import Claims
 from qflux.data.inspect import Inspected, inspect
 from qflux.data.samples import SizedExample
-from qflux.data.store import key_of, seed_of, write_bytes
-from qflux.errors import CheckpointError, ConfigError, DataError, Interrupted, QfluxError, collected
-from qflux.losses.objective import Objective
+from qflux.errors import CheckpointError, ConfigError, DataError, collected
 from qflux.models import Family, get_family
-from qflux.models.family import Encoder, ModelInputs, TextCount, TextCounter, text_limit
-from qflux.ragged.compilation import compile_blocks
-from qflux.ragged.layout import image_tokens, padding_ratio
+from qflux.models.family import Encoder, TextCount, TextCounter, text_limit
+from qflux.models.loading import load_transformer
 from qflux.sampling.predict import Edit, Predictor
-from qflux.training.checkpoint import Checkpoints, TrainingState
+from qflux.training.checkpoint import Checkpoints
+from qflux.training.distributed import World
 from qflux.training.encode import (
     PlannedSet,
-    TrainingSample,
     circumstances,
     encoders_name,
     is_refused,
@@ -52,27 +43,17 @@ from qflux.training.encode import (
     require_complete,
     require_fitting,
 )
-from qflux.training.feed import Feed, FromCache, FromImages, Provider, training_plan
+from qflux.training.feed import FromCache, FromImages, Provider, training_plan
 from qflux.training.fill import CacheFiller, CacheReport
 from qflux.training.fill import Listener as CacheListener
-from qflux.training.interrupt import StopRequest, deferred_signals, exclusive
-from qflux.training.ledger import Coverage, Ledger, coverage
-from qflux.training.metrics import Listener, MetricsFile, StepReport
-from qflux.training.optim import build_optimizer, build_schedule
+from qflux.training.identity import data_identity, path_settings
+from qflux.training.interrupt import deferred_signals, exclusive
+from qflux.training.metrics import Listener
+from qflux.training.model import TrainedModel
+from qflux.training.preflight import require_parts
+from qflux.training.run import FitResult, Run
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class FitResult:
-    """How a run ended."""
-
-    adapter: Path
-    steps: int
-    resumed_from: int
-    first_loss: float | None
-    last_loss: float | None
-    coverage: Coverage
 
 
 class Trainer:
@@ -160,108 +141,46 @@ class Trainer:
         return planned
 
     def fit(self, listener: Listener | None = None) -> FitResult:
-        """Train a LoRA on the samples, going on from the newest checkpoint if there is one."""
-        config = self.config
+        """Train on the samples, going on from the newest checkpoint if there is one."""
+        config, world = self.config, World.join()
         planned = self.samples()
         provider = self._provider(planned)
-        plan = training_plan(config, planned.training, provider)
-        checkpoints = Checkpoints(config.run_dir / "checkpoints", config.train.keep_checkpoints)
-        identity = _data_identity(config, planned.training)
+        plan = training_plan(config, planned.training, provider, world.size)
+        identity = data_identity(config, planned.training, world.size)
+        checkpoints = Checkpoints(config.run_dir / "checkpoints", config.train.keep_checkpoints, world=world)
         plan.starts = checkpoints.epoch_starts(identity) or plan.starts
         total = plan.total_steps(config.train.max_train_steps, config.train.num_epochs)
         if total == 0:
             raise ConfigError("no sample is due in the epochs to train", "raise train.num_epochs or the weights.")
-        logger.info("%d samples, %d steps", len(planned.training), total)
+        checkpoints.settings = path_settings(config, total) | identity
+        require_parts(config, total)
+        logger.info("%d samples, %d steps, %d processes", len(planned.training), total, world.size)
 
-        transformer = self._transformer()
-        require_fitting(planned, transformer)
-        inject(transformer, config.lora, config.seed)
-        self._prepare(transformer)
-        parameters = trainable(transformer)
-        optimizer = build_optimizer(config.optimizer, parameters.values())
-        state = TrainingState(parameters, optimizer, build_schedule(config.train, optimizer, total), plan)
-        checkpoints.settings = _path_settings(config, total) | identity
-
-        with exclusive(config.run_dir), deferred_signals() as stop:
-            return self._train(planned, provider, total, transformer, state, checkpoints, stop, listener)
-
-    def _train(
-        self,
-        planned: PlannedSet,
-        provider: Provider,
-        total: int,
-        transformer: nn.Module,
-        state: TrainingState,
-        checkpoints: Checkpoints,
-        stop: StopRequest,
-        listener: Listener | None,
-    ) -> FitResult:
-        """The loop: every step of the plan that is not done yet."""
-        config, parameters, optimizer, samples = self.config, state.parameters, state.optimizer, planned.training
-        objective = Objective(config.loss)
-        done = checkpoints.resume(state)
-        if done > total:
-            raise CheckpointError(
-                f"{config.run_dir} has already trained {done} steps, more than the {total} asked for",
-                "raise train.max_train_steps, or choose another run_name.",
+        with ExitStack() as held:
+            world.first(lambda: held.enter_context(exclusive(config.run_dir)))
+            stop = held.enter_context(deferred_signals())
+            model = TrainedModel(self._transformer(world), self.family, config, world, self.device)
+            require_fitting(planned, model.transformer)
+            run = Run(
+                config,
+                world,
+                planned,
+                provider,
+                plan,
+                total,
+                model,
+                checkpoints,
+                self._decoder,
+                self.device,
+                stop,
+                listener,
             )
-        write_bytes(config.run_dir / "config.yaml", yaml.safe_dump(config.dump(), sort_keys=False).encode())
-        metrics = MetricsFile(config.run_dir / "metrics.jsonl", done)
-        ledger = Ledger(config.run_dir / "ledger.jsonl", samples, planned.faults, done)
-        feed = Feed(config, samples, provider, self.family.image_channels, self.device, self.dtype)
-        micro_batches = (batch for _, step in state.plan.steps(done, total) for batch in step.ranks[0])
-        losses: list[float] = []
+            return run()
 
-        with closing(feed(micro_batches)) as batches:
-            for number, step in state.plan.steps(done, total):
-                started = time.perf_counter()
-                torch.manual_seed(seed_of("step", config.seed, number))  # dropout is all that draws from it
-                target_tokens = sum(image_tokens(samples[visit.sample].img_shapes[:1]) for visit in step.visits)
-                loss, lengths = torch.zeros((), device=self.device), []
-                for _ in step.ranks[0]:
-                    batch = next(batches)
-                    lengths.append(batch.lengths)
-                    share = objective(self._velocity(transformer, batch), batch, target_tokens, step.samples)
-                    share.backward()
-                    loss += share.detach()
-                grad_norm = nn.utils.clip_grad_norm_(parameters.values(), config.train.max_grad_norm or float("inf"))
-                _require_finite(loss, grad_norm, number, [samples[visit.sample] for visit in step.visits])
-                learning_rate = state.schedule.get_last_lr()[0]
-                optimizer.step()
-                state.schedule.step()
-                optimizer.zero_grad()
-
-                report = StepReport(
-                    step=number + 1,
-                    total_steps=total,
-                    epoch=step.epoch,
-                    loss=loss.item(),
-                    grad_norm=grad_norm.item(),
-                    learning_rate=float(learning_rate),
-                    samples=step.samples,
-                    tokens=sum(map(sum, lengths)),
-                    padding_avoided=padding_ratio(*lengths),
-                    seconds=time.perf_counter() - started,
-                )
-                losses.append(report.loss)
-                metrics(report)
-                ledger.record(report.step, step)
-                if listener:
-                    listener(report)
-                if report.step % config.train.checkpoint_every == 0 or report.step == total or stop.requested:
-                    checkpoints.save(report.step, state)
-                if stop.requested and report.step < total:
-                    raise Interrupted(f"stopped and saved after step {report.step} of {total}")
-
-        adapter = save_adapter(transformer, config.run_dir / "adapter")
-        return FitResult(
-            adapter,
-            total,
-            done,
-            first_loss=losses[0] if losses else None,
-            last_loss=losses[-1] if losses else None,
-            coverage=coverage(config.run_dir / "ledger.jsonl"),
-        )
+    def _decoder(self) -> tuple[Encoder, Any]:
+        """What turns latents into pictures, and the schedule to make them on."""
+        components = self.family.load(self.config.model.pretrained, ("scheduler",), self.dtype, self.device)
+        return self._encoder("image"), components.scheduler
 
     def predict(
         self,
@@ -292,22 +211,22 @@ class Trainer:
 
     def predictor(self, lora: Path | None = None, lora_scale: float = 1.0) -> Predictor:
         """Everything loaded for predictions, with or without a LoRA."""
-        parts = ("transformer", "scheduler", *self.family.text_parts, *self.family.image_parts)
+        parts = ("scheduler", *self.family.text_parts, *self.family.image_parts)
         components = self.family.load(self.config.model.pretrained, parts, self.dtype, self.device)
+        components.transformer = load_transformer(self.family.transformer, self.config.model, self.dtype, self.device)
         if lora is not None:
             load_adapter(components.transformer, lora, lora_scale)
         return Predictor(self.family, components, self.config)
 
-    def _transformer(self) -> nn.Module:
-        parts = ("transformer",)
-        return self.family.load(self.config.model.pretrained, parts, self.dtype, self.device).transformer
-
-    def _prepare(self, transformer: nn.Module) -> None:
-        transformer.train()
-        if self.config.train.gradient_checkpointing:
-            transformer.enable_gradient_checkpointing()  # type: ignore[operator]
-        if self.config.train.compile:
-            compile_blocks(self.family.blocks(transformer))
+    def _transformer(self, world: World) -> nn.Module:
+        """As it is before training: float32 if all of it trains; on the host if it is about to be shared out."""
+        full, sharded = self.config.train.method == "full", world.size > 1 and self.config.train.distributed == "fsdp"
+        return load_transformer(
+            self.family.transformer,
+            self.config.model,
+            torch.float32 if full else self.dtype,
+            torch.device("cpu") if sharded else self.device,
+        )
 
     def _encoder(self, *kinds: str) -> Encoder:
         """Text encoders, image encoder, or both."""
@@ -326,19 +245,6 @@ class Trainer:
         parts = self.family.tokenizer_parts
         components = self.family.load(self.config.model.pretrained, parts, self.dtype, self.device)
         return self.family.text_counter(components, self.text_limit)
-
-    def _velocity(self, transformer: nn.Module, batch: EditBatch) -> Tensor:
-        """The model's velocity `(M, C)` for the target tokens of a batch."""
-        inputs = ModelInputs(
-            images=batch.noisy_images(),
-            img_shapes=batch.img_shapes,
-            text=batch.text,
-            sigma=batch.sigma,
-            guidance=self.config.train.guidance,
-            padded=self.config.train.execution == "padded",
-        )
-        prediction, _ = batch.images.split(self.family.velocity(transformer, inputs))
-        return prediction
 
 
 class FluxKontextLoraTrainer(Trainer):
@@ -382,50 +288,3 @@ def _estimated_length(prompt: str, sizes: Sequence[tuple[int, int]]) -> TextCoun
     """About four letters a token, and one token for 28 x 28 pixels."""
     tokens = len(prompt) // 4 + 1 + sum(height * width // 28**2 for height, width in sizes)
     return TextCount(tokens, tokens)
-
-
-def _require_finite(loss: Tensor, grad_norm: Tensor, number: int, samples: Sequence[TrainingSample]) -> None:
-    if math.isfinite(loss.item()) and math.isfinite(grad_norm.item()):
-        return
-    names = [sample.example.name for sample in samples]
-    raise QfluxError(
-        f"step {number + 1}: the loss is {loss.item()}, the gradient norm {grad_norm.item()}; "
-        f"the samples were {', '.join(names)}",
-        "lower the learning rate, look at these samples, or try model.dtype: float32. The last checkpoint is intact.",
-    )
-
-
-_PATH_KEYS = (
-    "max_grad_norm",
-    "lr_scheduler",
-    "lr_warmup_steps",
-    "guidance",
-    "caption_dropout",
-    "control_dropout",
-)
-
-
-def _path_settings(config: Config, total: int) -> dict[str, object]:
-    """What decides where training goes, besides the data; a resumed run must share it with its checkpoint."""
-    values = config.dump()
-    sections = {name: values[name] for name in ("family", "lora", "optimizer", "loss")}
-    for key in ("pretrained", "dtype", "max_sequence_length"):
-        sections[f"model.{key}"] = values["model"][key]
-    sections["data.processor"] = values["data"]["processor"]
-    for key in _PATH_KEYS:
-        sections[f"train.{key}"] = values["train"][key]
-    if config.train.lr_scheduler in ("linear", "cosine"):
-        sections["train.max_train_steps"] = total
-    return sections
-
-
-def _data_identity(config: Config, samples: Sequence[TrainingSample]) -> dict[str, object]:
-    """What decides the plan: the samples, how often each trains, and how they are batched."""
-    content = sorted((sample.address, sample.example.rate, sample.example.is_prior) for sample in samples)
-    return {
-        "seed": config.seed,
-        "data.batch_size": config.data.batch_size,
-        "data.max_tokens": config.data.max_tokens,
-        "train.gradient_accumulation_steps": config.train.gradient_accumulation_steps,
-        "data (samples)": key_of(content)[:16],
-    }

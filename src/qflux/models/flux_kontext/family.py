@@ -80,6 +80,7 @@ FLUX_KONTEXT = Family(
     text_parts=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
     image_parts=("vae",),
     tiny=tiny,
+    transformer=FluxTransformer2DModel,
     load=load,
     encoder=FluxKontextEncoder,
     tokenizer_parts=("tokenizer_2",),

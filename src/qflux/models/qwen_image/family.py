@@ -99,6 +99,7 @@ def _family(name: str, pipeline: str, template: Template, controls: tuple[int, i
         prompt_view=view,
         defaults=Defaults(num_inference_steps=50, true_cfg_scale=4.0, max_sequence_length=1024),
         tiny=partial(tiny, sees_images=sees_images),
+        transformer=QwenImageTransformer2DModel,
         load=load,
         encoder=lambda components, limit: QwenImageEncoder(components, limit, template),
         tokenizer_parts=("tokenizer", *(["processor"] if sees_images else [])),

@@ -21,6 +21,7 @@ from qflux.models.padding import Padding, as_bool
 from qflux.ragged.layout import ImageShape, PackedLayout, RaggedLayout, image_tokens
 from qflux.ragged.modulation import ModulatedStream, clip_fp16, modulate
 from qflux.ragged.rope import Rotary, rotate
+from qflux.ragged.transfer import upload
 
 ImgShapes = Sequence[Sequence[ImageShape]]
 
@@ -310,7 +311,7 @@ def _is_control(img_shapes: ImgShapes | None, device: torch.device) -> Tensor:
         raise ValueError("img_shapes is needed to tell controls from targets (zero_cond_t).")
     flags = [int(index > 0) for shapes in img_shapes for index in range(len(shapes))]
     counts = [image_tokens([shape]) for shapes in img_shapes for shape in shapes]
-    return torch.tensor(flags).repeat_interleave(torch.tensor(counts)).to(device, non_blocking=True)
+    return upload(torch.tensor(flags).repeat_interleave(torch.tensor(counts)), device)
 
 
 def _call(block: torch.nn.Module, *args: Any) -> Any:

@@ -1,0 +1,192 @@
+"""Where samples come from, and how they reach their training size."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from qflux.config.section import Area, Folder, Section, Size
+
+logger = logging.getLogger(__name__)
+
+
+class Candidates(Section):
+    """Candidate areas for the target (and what is aligned with it) and for each further control."""
+
+    preset: Literal["kontext"] | None = Field(default=None, description="the 17 sizes FLUX Kontext was trained on")
+    target: list[Area] = Field(default=[], description="of the target and what is aligned with it")
+    controls: list[Annotated[list[Area], Field(min_length=1)]] = Field(
+        default=[], description="list i is for `<base>_control_{i+1}`"
+    )
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Candidates:
+        if bool(self.target) == bool(self.preset):
+            raise ValueError("needs either target areas or a preset")
+        return self
+
+
+def _candidates(value: Any) -> Any:
+    """A plain list is the target's candidates, a plain name a preset, an empty list nothing at all."""
+    if isinstance(value, str):
+        return {"preset": value}
+    return ({"target": value} if value else None) if isinstance(value, list) else value
+
+
+class ProcessorSettings(Section):
+    """How images reach their training size. `target_size` wins over `multi_resolutions` over `target_pixels`."""
+
+    process_type: Literal["center_crop", "resize", "padding", "fixed_pixels"] = Field(
+        default="fixed_pixels",
+        description="center_crop and fixed_pixels cover the size and crop the rest; resize stretches; padding pads",
+    )
+    target_size: Size | None = Field(default=None, description="one fixed [height, width]")
+    multi_resolutions: Annotated[Candidates | None, BeforeValidator(_candidates)] = Field(
+        default=None, description='candidate areas: a list, {target: […], controls: [[…], …]}, or the preset "kontext"'
+    )
+    target_pixels: Area | None = Field(default=None, description="one area for all images")
+    controls_size: list[Size] | None = Field(default=None, description="[height, width] of each further control")
+    controls_pixels: list[Area] | Area | None = Field(default=None, description="area of each further control")
+    max_aspect_ratio: float = Field(default=3.0, ge=1.0)
+
+    @model_validator(mode="after")
+    def _tell_precedence(self) -> ProcessorSettings:
+        order = [name for name in ("target_size", "multi_resolutions", "target_pixels") if getattr(self, name)]
+        if len(order) > 1:
+            logger.warning("data.processor: %s is set, so %s is not used.", order[0], " and ".join(order[1:]))
+        if self.controls_size and self.controls_pixels:
+            logger.warning(
+                "data.processor: controls_size is set, so controls_pixels is used for further controls only."
+            )
+        return self
+
+
+class Source(Section):
+    """What every source of samples has. A sample trains `repeats` x `weight` times in an epoch."""
+
+    path: Folder
+    repeats: int = Field(default=1, ge=1, le=10_000)
+    weight: float = Field(
+        default=1.0, ge=0.001, le=10_000, description="may be a fraction: 0.25 is once in four epochs, in turns"
+    )
+
+    @model_validator(mode="after")
+    def _not_too_often(self) -> Source:
+        if self.rate > 10_000:
+            raise ValueError(f"repeats x weight is {self.rate:g}; a sample trains at most 10000 times in an epoch")
+        return self
+
+    @property
+    def rate(self) -> float:
+        """Visits of a sample per epoch."""
+        return self.repeats * self.weight
+
+
+class FolderSource(Source):
+    """training_images/ with a prompt beside each image, and control_images/."""
+
+    type: Literal["folder"] = "folder"
+
+
+class TableColumns(Section):
+    """Where a table has what. Further controls are in `<control>_1`, `<control>_2`, …"""
+
+    target: str = "path_target"
+    control: str = "path_control"
+    prompt: str = "prompt"
+    mask: str = "path_mask"
+
+
+class CsvSource(Source):
+    """A CSV file with a header; paths are relative to `root`."""
+
+    type: Literal["csv"]
+    root: Folder | None = Field(default=None, description="default: the folder of the file")
+    columns: TableColumns = TableColumns()
+
+
+class JsonlSource(Source):
+    """A file with one JSON object per line, with the fields of a CSV source."""
+
+    type: Literal["jsonl"]
+    root: Folder | None = Field(default=None, description="default: the folder of the file")
+    columns: TableColumns = TableColumns()
+
+
+class HubColumns(Section):
+    """Where a Hugging Face data set has what."""
+
+    target: str = "target_image"
+    controls: str = Field(default="control_images", description="one image, or a list of images")
+    prompt: str = "prompt"
+    mask: str = "control_mask"
+
+
+class HubSource(Source):
+    """A Hugging Face data set: a hub id, a saved data set, or parquet or arrow files. Needs `qflux[datasets]`."""
+
+    type: Literal["huggingface"]
+    split: str = "train"
+    revision: str | None = Field(default=None, description="of a hub id: a branch, a tag or a commit")
+    columns: HubColumns = HubColumns()
+
+
+class CacheSource(Source):
+    """Embeddings without images: another cache folder, or torch files of format 1.0 or 2.0, one sample each."""
+
+    type: Literal["cache"]
+    default_size: Size | None = Field(
+        default=None, description="[height, width] in pixels, for 1.0 files that do not say theirs"
+    )
+
+
+AnySource = Annotated[FolderSource | CsvSource | JsonlSource | HubSource | CacheSource, Field(discriminator="type")]
+SourceList = list[
+    Annotated[AnySource, BeforeValidator(lambda v: {"type": "folder", **v} if isinstance(v, dict) else v)]
+]
+
+
+class HeldOutSettings(Section):
+    """Samples that never train: so many, such a share, or sources of their own."""
+
+    count: int | None = Field(default=None, ge=1)
+    fraction: float | None = Field(default=None, gt=0, lt=1)
+    sources: SourceList | None = Field(default=None, min_length=1)
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> HeldOutSettings:
+        if sum(value is not None for value in (self.count, self.fraction, self.sources)) != 1:
+            raise ValueError("give one of count, fraction and sources")
+        return self
+
+
+class DataSettings(Section):
+    """Where the samples are and how many make a micro-batch."""
+
+    path: Folder | None = Field(default=None, description="one folder; the short form of `sources`")
+    sources: SourceList = Field(default=[], description="folders, CSV and JSONL tables, Hugging Face data sets")
+    held_out: HeldOutSettings | None = Field(default=None, description="what validates and never trains")
+    class_sources: SourceList = Field(default=[], description="class images, for prior preservation")
+    batch_size: int | None = Field(default=None, ge=1, description="samples in a micro-batch, of any sizes; default 1")
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="instead of batch_size: text and image tokens in a micro-batch"
+    )
+    num_workers: int = Field(default=2, ge=0, le=256, description="threads that read samples ahead of the step")
+    on_bad_sample: Literal["error", "skip"] = Field(
+        default="error", description="skip: leave out what can't be used, and name each one in the ledger"
+    )
+    processor: ProcessorSettings = ProcessorSettings()
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> DataSettings:
+        if (self.path is None) == (not self.sources):
+            raise ValueError("give either path (one folder) or sources (a list)")
+        if self.batch_size is not None and self.max_tokens is not None:
+            raise ValueError("batch_size and max_tokens are both set; set one of them to null")
+        return self
+
+    @property
+    def training_sources(self) -> list[Source]:
+        return [FolderSource(path=self.path)] if self.path is not None else list(self.sources)

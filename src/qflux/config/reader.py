@@ -1,0 +1,172 @@
+"""From YAML to a `Config`: overrides, older nestings, and every problem reported at once."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from qflux.config.data import CacheSource, CsvSource, FolderSource, HubSource, JsonlSource
+from qflux.config.root import Config
+from qflux.errors import ConfigError, collected
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads `1e-4` as a string; a learning rate is a number. A key that stands twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = [key for key in keys if isinstance(key, str) and keys.count(key) > 1]
+        if twice:
+            raise yaml.YAMLError(
+                f"the key {twice[0]!r} stands twice in one section, at line {node.start_mark.line + 1}"
+            )
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _parse(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
+
+
+def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """A validated config from a YAML file or a mapping, with `path.to.key=value` overrides applied."""
+    values = _read(Path(source)) if isinstance(source, str | Path) else _copy(source)
+    unwrapping = [
+        *_unwrap(values, ("data",), ("ImageDataset", "ImageEditDataset")),
+        *_unwrap(values, ("data", "processor"), ("ImageProcessor",)),
+    ]
+    for override in overrides:
+        _override(values, override)
+    values = {key: value for key, value in values.items() if value is not None}  # an empty section is its defaults
+    problems = unwrapping
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        problems = [*unwrapping, *dict.fromkeys(_explain(problem) for problem in error.errors())]
+    if problems:
+        name = f" {source}" if isinstance(source, str | Path) else ""
+        raise collected(ConfigError, f"the configuration{name} is not valid", problems)
+    return config
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"no config file at {path}", "check the path; recipes/ holds one for each family.")
+    try:
+        values = _parse(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds {type(values).__name__}, not a mapping of sections", "start from a recipe.")
+    return values
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value
+
+
+def _unwrap(values: dict[str, Any], path: tuple[str, ...], classes: tuple[str, ...]) -> list[str]:
+    """Lift `init_args` of the section at `path` into the section; its `class_path` must name what it becomes here.
+
+    Returns what is wrong with it.
+    """
+    node: Any = values
+    for key in path[:-1]:
+        node = node.get(key) if isinstance(node, dict) else None
+    section = node.get(path[-1]) if isinstance(node, dict) else None
+    if not isinstance(section, dict):
+        return []
+    name, problems = ".".join(path), []
+    class_path = section.pop("class_path", None)
+    if class_path is not None and str(class_path).rsplit(".", 1)[-1] not in classes:
+        problems.append(f"{name}.class_path: {class_path!r} is not in qflux; remove it, or use {' or '.join(classes)}")
+    inner = section.pop("init_args", None) or {}
+    if not isinstance(inner, dict):
+        return [*problems, f"{name}.init_args: {inner!r} is not right: a mapping is required"]
+    problems += [f"{name}.{key}: set both directly and under init_args" for key in inner if key in section]
+    section.update(inner)
+    return problems
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"--set {override!r} is not of the form path.to.key=value", "for example train.num_epochs=3.")
+    node = values
+    for depth, key in enumerate(keys[:-1]):
+        child = node.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"--set {override!r}: {'.'.join(keys[: depth + 1])} is a value, not a section")
+        node = child
+    try:
+        node[keys[-1]] = _parse(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override!r}: the value is not valid YAML: {error}") from None
+
+
+def _explain(problem: Any) -> str:
+    """One validation problem as: path, value, what would be right."""
+    location = [part for i, part in enumerate(problem["loc"]) if not _is_union_tag(problem["loc"], i)]
+    path = ".".join(str(part) for part in location)
+    if problem["type"] == "extra_forbidden":
+        *parents, key = location
+        known = _known_keys(problem["loc"][:-1])
+        nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+        suggestion = ".".join(map(str, [*parents, *nearest]))
+        return f"{path}: unknown key; " + (
+            f"did you mean {suggestion}?" if nearest else f"known here: {', '.join(known)}"
+        )
+    if problem["type"] == "missing":
+        return f"{path}: missing; a value is required"
+    if problem["type"] == "union_tag_invalid":
+        return f"{path}.type: {problem['ctx']['tag']!r} is not right: use one of {problem['ctx']['expected_tags']}"
+    return f"{path}: {problem['input']!r} is not right: {problem['msg'].removeprefix('Value error, ')}"
+
+
+def _is_union_tag(location: Sequence[Any], index: int) -> bool:
+    """pydantic names the alternative of a union in the path; a user never wrote that."""
+    part = location[index]
+    if not isinstance(part, str):
+        return False
+    chosen = index > 0 and isinstance(location[index - 1], int) and part in _SOURCES
+    return chosen or bool(re.search(r"^(list|tuple|dict)\[|^int$|^function-", part))
+
+
+_SOURCES: dict[str, type[BaseModel]] = {
+    "folder": FolderSource,
+    "csv": CsvSource,
+    "jsonl": JsonlSource,
+    "huggingface": HubSource,
+    "cache": CacheSource,
+}
+
+
+def _known_keys(location: Sequence[Any]) -> list[str]:
+    section: type[BaseModel] = Config
+    for index, part in enumerate(location):
+        if _is_union_tag(location, index):
+            section = _SOURCES.get(part, section)
+        elif part in section.model_fields:
+            section = next(_sections(section.model_fields[part].annotation), section)
+    return sorted(section.model_fields)
+
+
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections that a field's type speaks of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _sections(argument)

@@ -1,0 +1,67 @@
+"""The whole configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from qflux.config.data import DataSettings
+from qflux.config.section import Folder, Section, Seed
+from qflux.config.training import (
+    CacheSettings,
+    LoraSettings,
+    LossSettings,
+    ModelSettings,
+    OptimizerSettings,
+    PredictSettings,
+    TrainSettings,
+    ValidationSettings,
+)
+
+
+class Config(Section):
+    """Everything a run depends on."""
+
+    family: Literal["flux-kontext", "qwen-image", "qwen-image-edit", "qwen-image-edit-plus"] = "flux-kontext"
+    output_dir: Folder = Path("runs")
+    run_name: str = Field(
+        default="run", pattern=r"^[\w][\w.-]*$", description="a folder of output_dir; `cache` is taken"
+    )
+    seed: Seed = 0
+    model: ModelSettings
+    data: DataSettings
+    cache: CacheSettings = CacheSettings()
+    lora: LoraSettings = LoraSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    train: TrainSettings = TrainSettings()
+    loss: LossSettings = LossSettings()
+    validation: ValidationSettings = ValidationSettings()
+    predict: PredictSettings = PredictSettings()
+
+    @model_validator(mode="after")
+    def _cache_is_no_run(self) -> Config:
+        if self.run_name == "cache" and self.cache.path is None:
+            raise ValueError("run_name: cache is the folder of the embedding cache; choose another name")
+        return self
+
+    @model_validator(mode="after")
+    def _what_trains_is_not_quantized(self) -> Config:
+        if self.model.quantization and self.train.method == "full":
+            raise ValueError("train.method: full trains every weight, and model.quantization freezes them; set one")
+        if self.model.quantization and self.train.distributed == "fsdp":
+            raise ValueError("model.quantization and train.distributed: fsdp do not go together; use ddp")
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        return self.output_dir / self.run_name
+
+    @property
+    def cache_dir(self) -> Path:
+        return self.cache.path or self.output_dir / "cache"
+
+    def dump(self) -> dict[str, Any]:
+        """Plain values, as they would stand in a config file."""
+        return self.model_dump(mode="json")

@@ -1,0 +1,191 @@
+"""The model, what of it trains, the loop, the objective, validation and prediction."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from qflux.config.section import Folder, Names, Section, Seed
+
+
+class ModelSettings(Section):
+    """Which weights, and in what precision they run."""
+
+    pretrained: str = Field(description="a folder or a hub id in diffusers format")
+    transformer: Folder | None = Field(
+        default=None, description="a folder with another transformer, for example what a full fine-tuning wrote"
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        default="bfloat16", description="of the arithmetic and of frozen weights; what trains is always float32"
+    )
+    quantization: Literal["int8", "nf4", "fp8"] | None = Field(
+        default=None,
+        description="of the frozen transformer: nf4 needs qflux[bitsandbytes], int8 and fp8 qflux[torchao]",
+    )
+    device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, …")
+    max_sequence_length: int | None = Field(
+        default=None, ge=1, description="text tokens at most; default: 512 for FLUX, 1024 for Qwen"
+    )
+    on_long_prompt: Literal["error", "truncate"] = Field(
+        default="error", description="what becomes of a longer prompt; those cut are counted"
+    )
+
+
+class CacheSettings(Section):
+    """Where embeddings are kept."""
+
+    use_cache: bool = Field(default=True, description="false: encode every sample again whenever it trains")
+    batch_size: int = Field(
+        default=1, ge=1, description="images or prompts encoded at once; above 1 results differ by rounding"
+    )
+    path: Folder | None = Field(default=None, description="default: <output_dir>/cache")
+
+
+class LoraSettings(Section):
+    """The adapter that trains."""
+
+    type: Literal["lora", "dora", "lokr", "loha"] = "lora"
+    rank: int = Field(default=16, ge=1, le=2048)
+    alpha: float | None = Field(default=None, gt=0, description="default: the rank, so that the scale is 1")
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    target_modules: Names = Field(default=("to_q", "to_k", "to_v", "to_out.0"), min_length=1)
+    init: Literal["gaussian", "kaiming"] = Field(
+        default="gaussian", description="of the down projection of lora and dora; up is zero"
+    )
+
+
+class OptimizerSettings(Section):
+    """Any torch-style optimizer."""
+
+    class_path: str = Field(default="torch.optim.AdamW", pattern=r"^[\w.]+\.\w+$")
+    init_args: dict[str, Any] = Field(default={"lr": 1e-4, "weight_decay": 1e-4})
+
+
+class EmaSettings(Section):
+    """A running average of what trains. It is what validates, and what the run ends with."""
+
+    decay: float = Field(default=0.999, gt=0, lt=1)
+    warmup: bool = Field(
+        default=True, description="begin with a shorter memory: min(decay, (1 + steps) / (10 + steps))"
+    )
+
+
+class TrainSettings(Section):
+    """The loop."""
+
+    method: Literal["lora", "full"] = Field(default="lora", description="full: every weight of the transformer trains")
+    max_train_steps: int | None = Field(default=None, ge=1, description="optimizer steps; wins over num_epochs")
+    num_epochs: int = Field(default=1, ge=1)
+    gradient_accumulation_steps: int = Field(default=1, ge=1, description="micro-batches of a process in a step")
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    lr_scheduler: Literal[
+        "constant",
+        "constant_with_warmup",
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "piecewise_constant",
+    ] = "constant"
+    lr_warmup_steps: int = Field(default=0, ge=0, description="optimizer steps")
+    lr_num_cycles: int = Field(default=1, ge=1, description="of cosine_with_restarts")
+    lr_power: float = Field(default=1.0, gt=0, description="of polynomial")
+    lr_step_rules: str | None = Field(
+        default=None, description='of piecewise_constant: "1:100,0.1:200,0.01" is a tenth from step 100 on, and so on'
+    )
+    ema: EmaSettings | None = None
+    on_nan: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="a loss or gradient that is no number: save and stop, or leave the step out and count",
+    )
+    guidance: float = Field(default=3.5, description="guidance value given to a guidance-distilled model")
+    caption_dropout: float = Field(default=0.0, ge=0, lt=1, description="share of visits with an empty prompt")
+    control_dropout: float = Field(default=0.0, ge=0, lt=1, description="share of visits without control images")
+    gradient_checkpointing: bool | int = Field(
+        default=True, description="true: every block computes its activations again; k: every k-th; false: none"
+    )
+    compile: bool = Field(default=False, description="torch.compile of each block; sizes may vary freely")
+    execution: Literal["packed", "padded"] = Field(default="packed", description="padded is the slow reference")
+    distributed: Literal["ddp", "fsdp"] = Field(
+        default="ddp", description="with several processes: each holds the model, or each holds a share of it (FSDP2)"
+    )
+    checkpoint_every: int = Field(default=250, ge=1, description="optimizer steps; the run validates as often")
+    keep_checkpoints: int = Field(default=2, ge=1, description="the newest so many, and the best by held-out loss")
+    preflight: bool = Field(default=True, description="try the largest batch, a save and an image before the run")
+    trackers: list[Literal["tensorboard", "wandb", "swanlab"]] = Field(
+        default=[], description="besides metrics.jsonl; each needs the extra of its name"
+    )
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> TrainSettings:
+        if self.lr_warmup_steps and self.lr_scheduler in ("constant", "piecewise_constant"):
+            raise ValueError(
+                f"lr_warmup_steps has no effect on lr_scheduler {self.lr_scheduler}; use constant_with_warmup"
+            )
+        if (self.lr_step_rules is None) == (self.lr_scheduler == "piecewise_constant"):
+            raise ValueError("lr_step_rules and lr_scheduler: piecewise_constant go together")
+        if self.lr_num_cycles != 1 and self.lr_scheduler != "cosine_with_restarts":
+            raise ValueError("lr_num_cycles is for lr_scheduler: cosine_with_restarts")
+        if self.lr_power != 1.0 and self.lr_scheduler != "polynomial":
+            raise ValueError("lr_power is for lr_scheduler: polynomial")
+        if not isinstance(self.gradient_checkpointing, bool) and self.gradient_checkpointing < 2:
+            raise ValueError("gradient_checkpointing is true, false, or 2 and more: every so manieth block")
+        return self
+
+
+class ValidationSettings(Section):
+    """What happens at every checkpoint with the held-out samples (data.held_out)."""
+
+    noise_levels: int = Field(default=4, ge=1, le=100, description="at which each sample's loss is measured")
+    max_samples: int | None = Field(default=None, ge=1, description="of the held-out loss; default: all")
+    images: int = Field(default=4, ge=0, description="held-out edits that are drawn, as one batch")
+    num_inference_steps: int | None = Field(default=None, ge=1, description="default: as for predict")
+    true_cfg_scale: float = Field(
+        default=1.0, ge=1, description="above 1: against the empty prompt, which the cache then holds too"
+    )
+
+
+class MaskLossSettings(Section):
+    foreground_weight: float = Field(default=2.0, ge=0)
+    background_weight: float = Field(default=1.0, ge=0)
+
+
+class TimestepSettings(Section):
+    """How the noise level of a sample is drawn."""
+
+    density: Literal["uniform", "logit_normal", "mode", "cosmap", "sigma_sqrt"] = Field(
+        default="logit_normal", description="cosmap and sigma_sqrt are uniform with the loss weighting of that name"
+    )
+    mean: float = Field(default=0.0, description="of logit_normal")
+    std: float = Field(default=1.0, gt=0, description="of logit_normal")
+    mode_scale: float = Field(default=1.29, ge=-1, le=1.75, description="of mode; beyond this range it has no density")
+    shift: Literal["none", "fixed", "resolution"] = Field(
+        default="resolution", description="resolution: from the sample's own target tokens"
+    )
+    fixed_shift: float = Field(default=3.0, gt=0)
+
+
+class LossSettings(Section):
+    """The objective."""
+
+    use_mask_loss: bool = Field(default=False, description="weight the edited region of samples that have a mask")
+    mask_loss_fn: MaskLossSettings = MaskLossSettings()
+    normalize_by_valid_tokens: bool = Field(
+        default=True, description="true: every token counts the same; false: every image counts the same"
+    )
+    weighting: Literal["none", "cosmap", "sigma_sqrt"] | None = Field(
+        default=None, description="of noise levels, as in SD3; default: what timesteps.density calls for"
+    )
+    prior_weight: float = Field(default=1.0, ge=0, description="of the class images' loss, if there are any")
+    timesteps: TimestepSettings = TimestepSettings()
+
+
+class PredictSettings(Section):
+    """Defaults of `qflux predict`."""
+
+    num_inference_steps: int | None = Field(default=None, ge=1, description="default: 28 for FLUX, 50 for Qwen")
+    guidance_scale: float = Field(default=3.5, description="told to guidance-distilled models (FLUX)")
+    negative_prompt: str | None = Field(default=None, description="switches true CFG on; may be a space")
+    true_cfg_scale: float | None = Field(default=None, description="default: 1 for FLUX (off), 4 for Qwen")
+    seed: Seed = 0

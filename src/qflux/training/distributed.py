@@ -1,0 +1,174 @@
+"""One run on several processes, over `torch.distributed`: DDP and FSDP2.
+
+`torchrun` and `accelerate launch` start the processes; what they are is read from the environment. Without a launcher
+the world has one process, and nothing here does anything.
+
+Gradients are summed, not averaged: the loss of a step is divided by counts over all ranks, which the plan knows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from qflux.errors import QfluxError
+
+BUCKET = 64 * 2**20
+"""Bytes of gradients that are summed at once."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run, seen from one of them."""
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def join(cls) -> World:
+        """The world that the launcher has made; a program that has joined already stays in."""
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not dist.is_initialized():
+            return cls()
+        if not dist.is_initialized():
+            backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "cpu:gloo"
+            try:
+                dist.init_process_group(backends)
+            except (ValueError, RuntimeError) as error:
+                raise QfluxError(
+                    f"the processes can't find each other: {error}",
+                    "start them with torchrun or accelerate launch; several nodes need one rendezvous address.",
+                ) from error
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place, on all ranks."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is true on some rank. Asked on the host: no device waits."""
+        return bool(self.sum_(torch.tensor(int(flag)))) if self.size > 1 else flag
+
+    def share(self, value: T) -> T:
+        """The first rank's value, on all ranks; anything that JSON can hold."""
+        if self.size == 1:
+            return value
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        length = torch.tensor(len(data))
+        dist.broadcast(length, 0)
+        if not self.is_first:
+            data = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(data, 0)
+        return json.loads(bytes(data.numpy()))
+
+    def first(self, action: Callable[[], T]) -> T | None:
+        """Let the first rank act while the others wait. If it fails, all do: nobody waits for a rank that is gone."""
+        result, failure = None, None
+        if self.is_first:
+            try:
+                result = action()
+            except Exception as error:
+                failure = error
+        failed = self.any(failure is not None)
+        if failure is not None:
+            raise failure
+        if failed:
+            raise QfluxError("the first process has failed", "see its message.")
+        return result
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite tensors by the first rank's."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), 0)
+
+    def shard(self, transformer: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -> None:
+        """FSDP2: every rank keeps a share of each block, and gathers the block while it is used."""
+        mesh = init_device_mesh(device.type, (self.size,))
+        for module in (*blocks, transformer):
+            fully_shard(module, mesh=mesh)
+            assert isinstance(module, FSDPModule)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
+        """DDP: sum the gradients of all ranks. Those of shards have been summed while they were scattered."""
+        if self.size == 1:
+            return
+        gradients = [p.grad for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor)]
+        for bucket in _buckets(gradients):
+            together = torch.cat([gradient.flatten() for gradient in bucket])
+            dist.all_reduce(together)
+            parts = together.split([gradient.numel() for gradient in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The length of all gradients as one vector, on all ranks."""
+        squares = torch.stack(torch._foreach_norm([local(gradient) for gradient in gradients])).square().sum()
+        if gradients and isinstance(gradients[0], DTensor):
+            self.sum_(squares)
+        return squares.sqrt()
+
+    def scatter(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """The first rank's tensors, whole and on the host, on all ranks. The others pass nothing."""
+        if self.size == 1:
+            return dict(tensors or {})
+        known: dict[str, Any] = {n: [str(t.dtype), list(t.shape)] for n, t in (tensors or {}).items()}
+        received = {}
+        for name, (dtype, shape) in self.share(known).items():
+            kind = getattr(torch, dtype.removeprefix("torch."))
+            received[name] = tensors[name] if tensors else torch.empty(shape, dtype=kind)
+            dist.broadcast(received[name], 0)
+        return received
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that is on this rank; it shares its memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor put together from all ranks; all of them must ask."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(tensor: Tensor, model: Tensor) -> Tensor:
+    """A whole tensor, on all ranks, in the place and the shares of `model`."""
+    if isinstance(model, DTensor):
+        return distribute_tensor(tensor.to(model.device), model.device_mesh, model.placements)
+    return tensor.to(model.device)
+
+
+def copy_(target: Tensor, source: Tensor) -> None:
+    """Overwrite `target`, which may be shared out, by the whole tensor `source`."""
+    local(target).copy_(local(like(source, target)))
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    bucket: list[Tensor] = []
+    for gradient in gradients:
+        if bucket and (gradient.dtype != bucket[0].dtype or sum(g.nbytes for g in bucket) + gradient.nbytes > BUCKET):
+            yield bucket
+            bucket = []
+        bucket.append(gradient)
+    if bucket:
+        yield bucket

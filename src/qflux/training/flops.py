@@ -1,0 +1,59 @@
+"""How much arithmetic a step is, and how much a device could do.
+
+Counted is the model's arithmetic on valid tokens: forward once, backward once through weights and, where they train,
+once for their own gradients. Recomputation and padding are not counted, so they show as a lower utilisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+PEAKS = {  # dense bf16 with float32 sums, FLOP/s, by a part of the device's name
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX PRO 6000": 504e12,
+    "RTX 5090": 210e12,
+    "RTX 4090": 165e12,
+    "RTX 6000 Ada": 364e12,
+    "RTX 3090": 71e12,
+    "A6000": 155e12,
+}
+
+
+def peak_of(device: torch.device) -> float | None:
+    """The most FLOP/s a device can do, if that is known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
+
+
+class StepFlops:
+    """The arithmetic of a step, from the shape of a transformer."""
+
+    def __init__(self, transformer: Any, blocks: int, trains_all: bool) -> None:
+        self._width = transformer.config.num_attention_heads * transformer.config.attention_head_dim
+        self._blocks = blocks
+        self._passes = 3 if trains_all else 2
+        """Of linear layers: forward, the inputs' gradients, and the weights' where they train."""
+
+    def __call__(self, lengths: Iterable[int]) -> float:
+        """FLOP of a step on samples of these lengths, text and images together.
+
+        A block's linear layers have 12 width² weights that a token meets, in all families.
+        """
+        counts = list(lengths)
+        linear = 24 * self._width**2 * sum(counts)
+        attention = 4 * self._width * sum(count * count for count in counts)
+        return self._blocks * (self._passes * linear + 3 * attention)

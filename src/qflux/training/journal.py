@@ -1,0 +1,84 @@
+"""Everything a run tells: files under its folder, trackers, and who listens. Only the first process has one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from qflux.config import Config
+from qflux.data.plan import PlannedStep
+from qflux.data.store import write_bytes
+from qflux.report.pictures import GridRow, edit_grid, write_png
+from qflux.training.encode import PlannedSet
+from qflux.training.ledger import Ledger
+from qflux.training.metrics import LineFile, Listener, StepReport
+from qflux.training.trackers import open_trackers
+from qflux.training.validation import DrawnEdit, Validation, drifts
+
+
+class Journal:
+    """Writes `config.yaml`, `metrics.jsonl`, `validation.jsonl`, `ledger.jsonl` and `samples/`.
+
+    A resumed run first drops the lines of steps that it is about to do again.
+    """
+
+    def __init__(self, config: Config, planned: PlannedSet, done: int, listener: Listener | None) -> None:
+        folder = config.run_dir
+        write_bytes(folder / "config.yaml", yaml.safe_dump(config.dump(), sort_keys=False).encode())
+        self._folder = folder
+        self._metrics = LineFile(folder / "metrics.jsonl", done)
+        self._validation = LineFile(folder / "validation.jsonl", done)
+        self._ledger = Ledger(folder / "ledger.jsonl", planned.training, planned.faults, done)
+        self._trackers = open_trackers(config, done)
+        self._listener = listener
+
+    def step(self, report: StepReport, step: PlannedStep) -> None:
+        self._metrics.append(asdict(report))
+        self._ledger.record(report.step, step)
+        for tracker in self._trackers:
+            tracker.log(report.step, report.numbers())
+        if self._listener:
+            self._listener(report)
+
+    def validation(self, done: int, found: Validation | None, edits: Sequence[DrawnEdit]) -> None:
+        """What was found after `done` steps, and the pictures drawn then."""
+        moved = list(drifts(edits))
+        distances = [edit.drift.distance for edit in edits if edit.drift is not None]
+        line: dict[str, Any] = {"step": done}
+        if found is not None:
+            line |= {"held_out_loss": found.loss, "held_out_loss_by_level": found.loss_by_level}
+        if moved:
+            line |= {"drift": fmean(distances), "drifts": moved}
+        self._validation.append(line)
+        numbers = {f"validation/{key}": value for key, value in line.items() if isinstance(value, float)}
+        picture = self._draw(done, edits) if edits else None
+        for tracker in self._trackers:
+            tracker.log(done, numbers)
+            if picture:
+                tracker.image(done, "validation/edits", picture)
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+
+    def _draw(self, done: int, edits: Sequence[DrawnEdit]) -> Path:
+        """`samples/step-N.png`, all side by side, and `samples/step-N/`, each output by itself."""
+        columns = ("control", "output", "wanted")
+        rows = []
+        for number, edit in enumerate(edits):
+            images = {"control": edit.control, "output": edit.output, "wanted": edit.wanted}
+            caption = f"{edit.name}: {edit.prompt}"
+            rows.append(GridRow(caption[:80], {name: images[name] for name in columns if images[name] is not None}))  # type: ignore[misc]
+            name = re.sub(r"[^\w.-]+", "_", edit.name)[-80:]
+            write_png(self._folder / "samples" / f"step-{done:08d}" / f"{number:02d}-{name}.png", edit.output)
+        largest = max(max(edit.output.size) for edit in edits)
+        grid = edit_grid(
+            rows, [column for column in columns if any(column in row.images for row in rows)], 384 / largest
+        )
+        return write_png(self._folder / "samples" / f"step-{done:08d}.png", grid)

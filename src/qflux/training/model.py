@@ -1,0 +1,142 @@
+"""The transformer as it trains: what of it trains, in what precision, how its blocks run, on how many processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from qflux.adapters.files import adapter_weights, save_adapter
+from qflux.adapters.lora import inject, trainable
+from qflux.config import Config
+from qflux.data.batch import EditBatch
+from qflux.data.store import write_bytes, write_tensors
+from qflux.models import Family
+from qflux.models.family import ModelInputs
+from qflux.ragged.compilation import compile_blocks
+from qflux.training.distributed import World, whole
+
+logger = logging.getLogger(__name__)
+
+
+class TrainedModel:
+    """A transformer made ready: `velocity` of a batch, `parameters` that train, and how the result is written."""
+
+    def __init__(
+        self, transformer: nn.Module, family: Family, config: Config, world: World, device: torch.device
+    ) -> None:
+        self.transformer: Any = transformer
+        self.family = family
+        self._config = config
+        self._world = world
+        self._device = device
+        self.is_full = config.train.method == "full"
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+        if self.is_full:
+            transformer.requires_grad_(True)
+        else:
+            inject(transformer, config.lora, config.seed)
+        world.broadcast(trainable(transformer).values())
+        transformer.train()
+        self._set_up_blocks()
+        self.parameters = trainable(transformer)
+
+    def _set_up_blocks(self) -> None:
+        """Checkpointing, then compilation, then sharding: each works on what the one before has made."""
+        settings, blocks = self._config.train, self.family.blocks(self.transformer)
+        if settings.gradient_checkpointing:
+            every = int(settings.gradient_checkpointing)
+            chosen = {id(block) for block in blocks[::every]}
+            self.transformer.enable_gradient_checkpointing(partial(_checkpoint_some, chosen))
+        if settings.compile:
+            compile_blocks(blocks)
+        if self._world.size > 1 and settings.distributed == "fsdp":
+            self._world.shard(self.transformer, blocks, self._device)
+            if self._device.type == "cuda":
+                self.transformer.to(self._device)  # buffers; parameters are there already
+
+    def velocity(self, batch: EditBatch) -> Tensor:
+        """The velocity `(M, C)` of the target tokens of a batch."""
+        inputs = ModelInputs(
+            images=batch.noisy_images(),
+            img_shapes=batch.img_shapes,
+            text=batch.text,
+            sigma=batch.sigma,
+            guidance=self._config.train.guidance,
+            padded=self._config.train.execution == "padded",
+        )
+        with self.computing():
+            prediction, _ = batch.images.split(self.family.velocity(self.transformer, inputs))
+        return prediction
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Weights that train are float32: where all do, autocast does the arithmetic in the configured dtype."""
+        if not self.is_full or self._dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self._device.type, self._dtype)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Without dropout and without gradients."""
+        self.transformer.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.transformer.train()
+
+    def write(self, folder: Path) -> Path:
+        """Write what has trained: an adapter, or the whole transformer in diffusers' format. All ranks must call."""
+        if self.is_full:
+            weights = self._gathered(dict(self.transformer.named_parameters()), self._dtype)
+            self._world.first(lambda: _write_transformer(self.transformer, weights, folder))
+            return folder
+        weights = self._gathered(adapter_weights(self.transformer))
+        file = self._world.first(lambda: save_adapter(self.transformer, weights, folder))
+        return file or folder
+
+    def _gathered(self, tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        kept = {}
+        for name, tensor in tensors.items():
+            together = whole(tensor)
+            if self._world.is_first:
+                kept[name] = together.to("cpu", dtype)
+        return kept
+
+
+def _checkpoint_some(chosen: set[int], block: nn.Module, *args: Any) -> Any:
+    """Run a block; if it is one of the chosen, keep its inputs only and compute the rest again when it is needed."""
+    if id(block) in chosen:
+        return checkpoint(block, *args, use_reentrant=False)
+    return block(*args)
+
+
+def _write_transformer(transformer: Any, weights: dict[str, Tensor], folder: Path) -> None:
+    """A folder that `from_pretrained` loads; it replaces an older one only when it is complete."""
+    staging = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    transformer.save_config(staging)
+    name = "diffusion_pytorch_model"
+    shards = split_torch_state_dict_into_shards(weights, filename_pattern=f"{name}{{suffix}}.safetensors")
+    for file, names in shards.filename_to_tensors.items():
+        write_tensors(staging / file, {key: weights[key] for key in names})
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+        write_bytes(staging / f"{name}.safetensors.index.json", json.dumps(index, indent=2).encode())
+    shutil.rmtree(folder, ignore_errors=True)
+    staging.rename(folder)
+
+
+def total_size(tensors: Sequence[Tensor]) -> int:
+    """Bytes, of all ranks together."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

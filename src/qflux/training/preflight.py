@@ -1,0 +1,151 @@
+"""Before a run spends time: everything that would otherwise fail hours later, tried once.
+
+1. what the config names: optimizer, schedule, packages
+2. free disk for the checkpoints
+3. the largest micro-batch of the plan: forward, backward, optimizer step
+4. one held-out edit, in one step
+5. a checkpoint, saved and read again
+
+Nothing of it stays: gradients are zeroed and the learning rate is 0, so that no parameter moves, and the optimizer
+forgets the step.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+
+import torch
+from torch import nn
+
+from qflux.config import Config
+from qflux.data.batch import EditBatch
+from qflux.errors import CheckpointError, QfluxError
+from qflux.losses.objective import Objective
+from qflux.models.quantization import quantization_config
+from qflux.training.checkpoint import Checkpoints, TrainingState
+from qflux.training.distributed import World, local
+from qflux.training.encode import TrainingSample
+from qflux.training.model import TrainedModel, total_size
+from qflux.training.optim import build_optimizer, build_schedule
+from qflux.training.trackers import require_trackers
+from qflux.training.update import Update
+from qflux.training.validation import HeldOutEdits
+
+logger = logging.getLogger(__name__)
+
+
+def require_parts(config: Config, total_steps: int) -> None:
+    """What a config names and may not exist: optimizer, schedule, packages. Nothing is loaded, nothing is written."""
+    probe = [nn.Parameter(torch.zeros(1))]
+    build_schedule(config.train, build_optimizer(config.optimizer, probe), total_steps)
+    require_trackers(config)
+    if config.model.quantization:
+        quantization_config(config.model.quantization, torch.bfloat16)
+
+
+def require_disk(config: Config, state: TrainingState) -> None:
+    """An error if the checkpoints that will be kept do not fit on the disk."""
+    parameters = total_size(list(state.update.parameters.values()))
+    copies = 1 + 2 + (state.update.ema is not None)  # weights, two moments, the average
+    kept = config.train.keep_checkpoints + 2  # the best one, and the one that is being written
+    needed = kept * copies * parameters
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(config.run_dir).free
+    if free < needed:
+        raise QfluxError(
+            f"checkpoints may take {needed / 1e9:.1f} GB, and {config.run_dir} has {free / 1e9:.1f} GB left",
+            "free some space, lower train.keep_checkpoints, or choose another output_dir.",
+        )
+
+
+def try_largest_batch(
+    batch: EditBatch,
+    samples: Sequence[TrainingSample],
+    model: TrainedModel,
+    objective: Objective,
+    update: Update,
+    config: Config,
+) -> None:
+    """Forward, backward and a step that changes nothing, on the batch that needs the most memory."""
+    groups = [
+        {key: deepcopy(value) for key, value in g.items() if key != "params"} for g in update.optimizer.param_groups
+    ]
+    with naming_memory(samples, batch, config):
+        loss, _ = objective(model.velocity(batch), batch)
+        update.backward(loss)
+        gradients = [local(p.grad) for p in update.parameters.values() if p.grad is not None]
+        torch._foreach_zero_(gradients)
+        for group in update.optimizer.param_groups:
+            group["lr"] = 0.0
+        update.optimizer.step()
+        if batch.targets.is_cuda:
+            torch.cuda.synchronize(batch.targets.device)
+    update.optimizer.zero_grad()
+    update.optimizer.state.clear()
+    for group, before in zip(update.optimizer.param_groups, groups, strict=True):
+        group.update(before)
+
+
+def try_edit(edits: HeldOutEdits, model: TrainedModel) -> None:
+    """One held-out edit in one step, with its decoding."""
+    try:
+        edits(model, steps=1, count=1)
+    except torch.OutOfMemoryError as error:
+        raise QfluxError(
+            f"there is not enough memory for a validation image: {_first_line(error)}",
+            "set validation.images: 0, or hold out smaller samples.",
+        ) from error
+
+
+def try_checkpoint(state: TrainingState, checkpoints: Checkpoints, world: World) -> None:
+    """Save and read a checkpoint, and compare."""
+    folder = checkpoints.folder.with_name(".preflight")
+    trial = Checkpoints(folder, 1, checkpoints.settings, world)
+    before = {name: local(parameter).clone() for name, parameter in state.update.parameters.items()}
+    try:
+        trial.save(0, state)
+        trial.resume(state)
+        changed = [n for n, p in state.update.parameters.items() if not torch.equal(local(p), before[n])]
+        if changed:
+            raise CheckpointError(f"a checkpoint does not give back what was saved: {changed[0]} has changed")
+    finally:
+        world.first(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+@contextmanager
+def naming_memory(samples: Sequence[TrainingSample], batch: EditBatch, config: Config) -> Iterator[None]:
+    """Running out of memory names the samples and what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        names = ", ".join(
+            f"{sample.example.name} ({tokens} tokens)" for sample, tokens in zip(samples, batch.lengths, strict=True)
+        )
+        total, longest = sum(batch.lengths), max(batch.lengths)
+        raise QfluxError(
+            f"there is not enough memory for a micro-batch of {total} tokens: {names}. {_first_line(error)}",
+            _remedy(config, total, longest),
+        ) from error
+
+
+def _remedy(config: Config, total: int, longest: int) -> str:
+    ways = []
+    if config.train.gradient_checkpointing is not True:
+        ways.append("set train.gradient_checkpointing: true")
+    if total > longest:
+        ways.append(f"set data.max_tokens: {max(longest, total * 3 // 4)} instead of data.batch_size")
+    else:
+        ways.append("choose smaller areas in data.processor")
+    if config.model.quantization is None and config.train.method == "lora":
+        ways.append("quantize the base (model.quantization: fp8, int8 or nf4)")
+    if config.train.method == "full":
+        ways.append("share the model among GPUs (train.distributed: fsdp)")
+    return ", or ".join(ways) + "."
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,304 @@
+"""One run of training, read from top to bottom: prepare, check, loop, validate, save.
+
+The loop never waits for the device: losses and norms are read when they arrive (`readback`), a step that is no number
+is left out on the device (`update`), batches are on their way before they are due (`feed`). It waits where it must,
+before a checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qflux.config import Config
+from qflux.data.plan import PlannedStep, TrainingPlan
+from qflux.data.store import seed_of
+from qflux.errors import CheckpointError, Interrupted, QfluxError
+from qflux.losses.objective import Objective, StepSize
+from qflux.models.family import Encoder
+from qflux.training.checkpoint import Checkpoints, TrainingState
+from qflux.training.distributed import World
+from qflux.training.encode import PlannedSet
+from qflux.training.feed import Assignment, Feed, Provider, assignments
+from qflux.training.figures import (
+    Reporter,
+    StepClock,
+    StepFigures,
+    StepNote,
+    broken_samples,
+    is_broken,
+    packed,
+)
+from qflux.training.flops import StepFlops, peak_of
+from qflux.training.interrupt import StopRequest
+from qflux.training.journal import Journal
+from qflux.training.ledger import Coverage, coverage
+from qflux.training.metrics import Listener, StepReport
+from qflux.training.model import TrainedModel
+from qflux.training.optim import build_optimizer, build_schedule
+from qflux.training.preflight import naming_memory, require_disk, try_checkpoint, try_edit, try_largest_batch
+from qflux.training.readback import Readback
+from qflux.training.update import Ema, LossScale, Update
+from qflux.training.validation import HeldOutEdits, HeldOutLoss, Validation
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """How a run ended."""
+
+    adapter: Path
+    """The file of the adapter; after a full fine-tuning the folder of the transformer."""
+    steps: int
+    resumed_from: int
+    first_loss: float | None
+    last_loss: float | None
+    skipped_steps: int
+    held_out_loss: float | None
+    """At the end of the run."""
+    best: tuple[Path, float] | None
+    """The checkpoint with the lowest held-out loss, and that loss."""
+    coverage: Coverage
+
+
+@dataclass(frozen=True)
+class _Broken:
+    """A step whose loss or gradient is no number."""
+
+    number: int
+    step: PlannedStep
+    values: list[float]
+
+
+class Run:
+    """Everything a run has at hand."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        planned: PlannedSet,
+        provider: Provider,
+        plan: TrainingPlan,
+        total: int,
+        model: TrainedModel,
+        checkpoints: Checkpoints,
+        decoder: Callable[[], tuple[Encoder, Any]],
+        device: torch.device,
+        stop: StopRequest,
+        listener: Listener | None,
+    ) -> None:
+        self._config = config
+        self._world = world
+        self._planned = planned
+        self._samples = planned.training
+        self._plan = plan
+        self._total = total
+        self._model = model
+        self._checkpoints = checkpoints
+        self._device = device
+        self._stop = stop
+        self._listener = listener
+        self._objective = Objective(config.loss)
+        channels, dtype = model.family.image_channels, getattr(torch, config.model.dtype)
+        self._feed = Feed(config, self._samples, provider, channels, device, dtype)
+        self._update = self._build_update()
+        self._state = TrainingState(self._update, plan)
+        self._largest, self._largest_visits = plan.largest(0, total)
+        self._held_out = HeldOutLoss(
+            config, planned.held_out, provider, world, device, self._validation_tokens(provider)
+        )
+        self._edits: HeldOutEdits | None = None
+        if planned.held_out and config.validation.images:
+            self._edits = HeldOutEdits(config, planned.held_out, provider, *decoder(), device)
+        self._readback: Readback[StepNote] = Readback()
+        self._reporter = Reporter(
+            StepFlops(model.transformer, len(model.family.blocks(model.transformer)), model.is_full),
+            (peak_of(device) or 0.0) * world.size or None,
+        )
+        self._journal: Journal | None = None
+        self._reports: list[StepReport] = []
+        self._best: float | None = None
+
+    def __call__(self) -> FitResult:
+        """Do every step of the plan that is not done yet."""
+        config = self._config
+        if config.train.preflight:
+            self._preflight()
+        done = self._checkpoints.resume(self._state)
+        if done > self._total:
+            raise CheckpointError(
+                f"{config.run_dir} has already trained {done} steps, more than the {self._total} asked for",
+                "raise train.max_train_steps, or choose another run_name.",
+            )
+        best = self._world.first(self._checkpoints.best)
+        self._best = self._world.share(best[1] if best else None)
+        self._journal = self._world.first(lambda: Journal(config, self._planned, done, self._listener))
+        try:
+            found = self._validate(0) if done == 0 else None
+            found = self._loop(done) or found
+            return self._finish(done, found)
+        finally:
+            if self._journal:
+                self._journal.close()
+
+    def _loop(self, done: int) -> Validation | None:
+        """The steps. What the last validation found is returned."""
+        config, update, world = self._config, self._update, self._world
+        found, clock = None, StepClock()
+        with closing(self._feed(self._assigned(done))) as batches:
+            for number, step in self._plan.steps(done, self._total):
+                torch.manual_seed(seed_of("step", config.seed, number, world.rank))  # dropout draws from it
+                figures = StepFigures(step, world, self._device)
+                for assigned in assignments(step, world.rank, self._samples):
+                    with clock.waits():
+                        batch = next(batches)
+                    with naming_memory([self._samples[visit.sample] for visit in assigned.visits], batch, config):
+                        loss, terms = self._objective(self._model.velocity(batch), batch)
+                        update.backward(loss)
+                    if not assigned.is_stand_in:
+                        figures.add(terms, batch)
+                gathered = figures.gathered()
+                taken = update.apply(number, (gathered[0] * gathered[2]).sum())
+                self._readback.push(self._note(number, step, figures, clock), packed(taken, gathered))
+
+                broken = self._report()
+                last = number + 1 == self._total
+                stopping = world.any(self._stop.requested or broken is not None)
+                if stopping or last or (number + 1) % config.train.checkpoint_every == 0:
+                    broken = self._report(wait=True)
+                    if broken is not None:
+                        self._stop_at(broken)
+                    found = self._checkpoint(number + 1, validate=not stopping or last)
+                    clock.lap()
+                if stopping and not last:
+                    raise Interrupted(f"stopped and saved after step {number + 1} of {self._total}")
+        return found
+
+    def _assigned(self, done: int) -> Iterator[Assignment]:
+        for _, step in self._plan.steps(done, self._total):
+            yield from assignments(step, self._world.rank, self._samples)
+
+    def _note(self, number: int, step: PlannedStep, figures: StepFigures, clock: StepClock) -> StepNote:
+        memory = torch.cuda.max_memory_allocated(self._device) / 2**30 if self._device.type == "cuda" else None
+        rate = float(self._update.optimizer.param_groups[0]["lr"])
+        return StepNote(number, self._total, step, rate, figures.lengths(), *clock.lap(), memory)
+
+    def _report(self, wait: bool = False) -> _Broken | None:
+        """Report the steps whose figures have arrived, up to one that must not be survived, if there is one."""
+        for note, values in self._readback.arrived(wait):
+            if is_broken(values):
+                if self._config.train.on_nan == "stop":
+                    self._readback.clear()
+                    self._readback.push(note, torch.tensor(values, dtype=torch.float64))
+                    return _Broken(note.number, note.step, values)
+                names = ", ".join(self._names(broken_samples(note.step, values)))
+                logger.warning("step %d is left out, its loss or gradient is no number: %s", note.number + 1, names)
+            report = self._reporter.report(note, values)
+            self._reports.append(report)
+            if self._journal:
+                self._journal.step(report, note.step)
+        return None
+
+    def _stop_at(self, broken: _Broken) -> None:
+        """Parameters are as they were before the broken step: save them, and say what broke it."""
+        folder = self._checkpoints.save(broken.number, self._state)
+        names = ", ".join(self._names(broken_samples(broken.step, broken.values)))
+        raise QfluxError(
+            f"step {broken.number + 1}: the loss or the gradient is no number (gradient norm {broken.values[0]}); "
+            f"of {names}. Saved before that step: {folder}",
+            "look at these samples, lower the learning rate, try model.dtype: float32, or set train.on_nan: skip.",
+        )
+
+    def _names(self, samples: list[int]) -> list[str]:
+        return [self._samples[sample].example.name for sample in samples]
+
+    def _checkpoint(self, done: int, validate: bool) -> Validation | None:
+        """Validate, and save. The best adapter is written first: a checkpoint says that all before it is done."""
+        found = self._validate(done) if validate else None
+        if found is not None and (self._best is None or found.loss < self._best):
+            self._best = found.loss
+            if not self._model.is_full:
+                self._write(self._config.run_dir / "best")
+        self._checkpoints.save(done, self._state, found.loss if found else None)
+        return found
+
+    def _validate(self, done: int) -> Validation | None:
+        """Held-out loss and edits, with the average's weights if there is one."""
+        if not self._held_out:
+            return None
+        with self._averaged():
+            found = self._held_out(self._model)
+            edits = self._edits(self._model) if self._edits else []
+        if self._journal:
+            self._journal.validation(done, found, edits)
+        return found
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """The running average in place of the parameters, if there is one."""
+        ema = self._update.ema
+        if ema is not None:
+            ema.swap()
+        try:
+            yield
+        finally:
+            if ema is not None:
+                ema.swap()
+
+    def _write(self, folder: Path) -> Path:
+        with self._averaged():
+            return self._model.write(folder)
+
+    def _finish(self, done: int, found: Validation | None) -> FitResult:
+        folder = self._config.run_dir
+        result = self._write(folder / ("transformer" if self._model.is_full else "adapter"))
+        losses = [report.loss for report in self._reports]
+        return FitResult(
+            result,
+            self._total,
+            done,
+            first_loss=losses[0] if losses else None,
+            last_loss=losses[-1] if losses else None,
+            skipped_steps=self._reporter.skipped,
+            held_out_loss=found.loss if found else None,
+            best=self._checkpoints.best(),
+            coverage=coverage(folder / "ledger.jsonl"),
+        )
+
+    def _preflight(self) -> None:
+        """Whatever could fail later is tried now."""
+        self._world.first(lambda: require_disk(self._config, self._state))
+        size = StepSize(self._largest, len(self._largest_visits))
+        with closing(self._feed([Assignment(self._largest_visits, size)])) as batches:
+            members = [self._samples[visit.sample] for visit in self._largest_visits]
+            try_largest_batch(next(batches), members, self._model, self._objective, self._update, self._config)
+        if self._edits:
+            try_edit(self._edits, self._model)
+        try_checkpoint(self._state, self._checkpoints, self._world)
+
+    def _build_update(self) -> Update:
+        config, parameters = self._config, self._model.parameters
+        optimizer = build_optimizer(config.optimizer, list(parameters.values()))
+        return Update(
+            parameters,
+            optimizer,
+            build_schedule(config.train, optimizer, self._total),
+            self._world,
+            max_norm=config.train.max_grad_norm,
+            stop_when_broken=config.train.on_nan == "stop",
+            ema=Ema(config.train.ema, parameters) if config.train.ema else None,
+            loss_scale=LossScale(self._device) if config.model.dtype == "float16" else None,
+        )
+
+    def _validation_tokens(self, provider: Provider) -> int:
+        """Tokens of a validation batch: what training fits with its gradients, validation fits without."""
+        lengths = [provider.text_tokens(sample) + sample.image_tokens for sample in self._planned.held_out]
+        return max([self._largest, *lengths])
