@@ -2,53 +2,106 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import pytest
 import yaml
 
+from qflux.config import Config
 from qflux.training.trainer import Trainer
+from worlds import World
+
+KILLS, STEPS, EVERY = 20, 200, 10
 
 
-def start_fit(config_file: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "qflux.main", "--config", str(config_file), "--mode", "fit"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+def fit(config: Config, rank: int) -> None:
+    Trainer(config).fit()
 
 
-def wait_for(path: Path, process: subprocess.Popen[bytes], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        assert process.poll() is None, process.stderr.read().decode() if process.stderr else ""
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.002)
+def lines(config: Config, name: str = "metrics.jsonl") -> list[dict]:
+    file = config.run_dir / name
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def test_kill_9_during_fit_then_resume_ends_in_the_same_bytes(config, tmp_path):
-    steps = "train.max_train_steps=14"
-    every = "train.checkpoint_every=2"
-    whole = Trainer(config("run_name=whole", steps, every)).fit()
+def steps_done(config: Config) -> int:
+    file = config.run_dir / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
 
-    settings = config("run_name=killed", steps, every)
+
+def result(config: Config) -> dict[str, bytes]:
+    """What a run ends with: the adapter, the best one, and the last checkpoint with average and optimizer."""
+    last = config.run_dir / "checkpoints" / f"step-{STEPS:08d}"
+    files = [*last.iterdir(), *(config.run_dir / "adapter").iterdir(), *(config.run_dir / "best").iterdir()]
+    return {str(file.relative_to(config.run_dir)): file.read_bytes() for file in files}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_kill_9_at_twenty_moments_of_a_run_ends_in_the_same_bytes(config, tmp_path, size):
+    def settings(name: str) -> Config:
+        return config(
+            f"run_name={name}",
+            "data.batch_size=1",
+            "data.held_out={count: 2}",
+            f"train.max_train_steps={STEPS}",
+            f"train.checkpoint_every={EVERY}",
+            "train.ema={decay: 0.99}",
+            "train.lr_scheduler=cosine",
+            "lora.dropout=0.1",
+            "validation.images=0",
+            "validation.noise_levels=2",
+        )
+
+    whole, killed = settings("whole"), settings("killed")
+    World(fit, whole, size, tmp_path / "whole").finish()
+
+    moments = random.Random(size)
+    goals = sorted(moments.sample(range(1, STEPS - 1), KILLS - 2))
+    for number, goal in enumerate([0, *goals, STEPS - 1]):
+        world = World(fit, killed, size, tmp_path / f"notes-{number}")
+        if number % 5 == 0:
+            time.sleep(moments.uniform(0.0, 0.3))  # while it loads, resumes, or checks that all will work
+        deadline = time.monotonic() + 60
+        while steps_done(killed) < goal:
+            assert world.is_alive, "it ended too early to prove anything"
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(moments.uniform(0.0, 0.05))
+        world.kill()
+        assert not (killed.run_dir / "adapter").exists(), "killed too late to prove anything"
+    World(fit, killed, size, tmp_path / "last").finish()
+
+    assert result(killed) == result(whole)
+    assert [line["step"] for line in lines(killed)] == list(range(1, STEPS + 1))
+    for name, keys in (("metrics.jsonl", ("step", "loss", "grad_norm", "learning_rate")), ("validation.jsonl", None)):
+        first, second = (
+            [{key: line[key] for key in keys or line} for line in lines(settings, name)] for settings in (killed, whole)
+        )
+        assert first == second
+
+
+def test_the_command_line_goes_on_after_kill_9_and_names_a_torn_checkpoint(config, tmp_path):
+    settings = config("train.max_train_steps=12", "train.checkpoint_every=2")
     config_file = tmp_path / "killed.yaml"
     config_file.write_text(yaml.safe_dump(settings.dump()))
-    checkpoints = settings.run_dir / "checkpoints"
-    for number in (4, 10):
-        process = start_fit(config_file)
-        wait_for(checkpoints / f"step-{number:08d}", process)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        assert not (settings.run_dir / "adapter").exists(), "killed too late to prove anything"
-
+    command = [sys.executable, "-m", "qflux.main", "--config", str(config_file), "--mode", "fit"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    checkpoints, deadline = settings.run_dir / "checkpoints", time.monotonic() + 120
+    while not (checkpoints / "step-00000004").exists():
+        assert process.poll() is None, process.stderr.read().decode() if process.stderr else ""
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
     torn = checkpoints / "step-00000099"
     torn.mkdir()
     (torn / "parameters.safetensors").write_bytes(b"torn")
-    resumed = Trainer(settings).fit()
-    assert resumed.resumed_from >= 10
-    assert resumed.adapter.read_bytes() == whole.adapter.read_bytes()
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "step-00000099" in ended.stderr.replace("\n", "")
+    assert "continued from step" in ended.stdout

@@ -43,12 +43,25 @@ def checkpoint_folder(pretrained: str, parts: Sequence[str], download: bool = Tr
 def load_transformer(loader: Any, settings: ModelSettings, dtype: torch.dtype, device: torch.device) -> Any:
     """The transformer of a checkpoint, or another one in its place, quantized if that is asked for."""
     quantization = quantization_config(settings.quantization, dtype) if settings.quantization else None
+    return load_part(loader, *_transformer_folder(settings), dtype, device, quantization)
+
+
+def empty_transformer(loader: Any, settings: ModelSettings) -> Any:
+    """The transformer's layers without their weights, from its description alone."""
+    folder, part = _transformer_folder(settings)
+    try:
+        with torch.device("meta"):
+            return loader.from_config(loader.load_config(folder, subfolder=part))
+    except Exception as error:
+        raise CheckpointError(f"{folder / part} can't be read: {error}", _REPAIR) from error
+
+
+def _transformer_folder(settings: ModelSettings) -> tuple[Path, str]:
     if settings.transformer is None:
-        folder = checkpoint_folder(settings.pretrained, ("transformer",))
-        return load_part(loader, folder, "transformer", dtype, device, quantization)
+        return checkpoint_folder(settings.pretrained, ("transformer",)), "transformer"
     if not settings.transformer.is_dir():
         raise CheckpointError(f"model.transformer: no folder {settings.transformer}", "give a diffusers transformer.")
-    return load_part(loader, settings.transformer.parent, settings.transformer.name, dtype, device, quantization)
+    return settings.transformer.parent, settings.transformer.name
 
 
 def load_part(

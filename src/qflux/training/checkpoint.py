@@ -84,6 +84,11 @@ class Checkpoints:
                 continue
         return None
 
+    def newest_step(self) -> int:
+        """About where a resumed run will go on, from names alone."""
+        newest = self._all()[-1:]
+        return self._world.share(int(newest[0].name.removeprefix("step-")) if newest else 0)
+
     def save(self, step: int, state: TrainingState, held_out: float | None = None) -> Path:
         """Write the state after `step` optimizer steps; all ranks must call."""
         final = self.folder / f"step-{step:08d}"

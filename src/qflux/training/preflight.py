@@ -1,6 +1,6 @@
 """Before a run spends time: everything that would otherwise fail hours later, tried once.
 
-1. what the config names: optimizer, schedule, packages
+1. what the config names: optimizer, schedule, packages, layers
 2. free disk for the checkpoints
 3. the largest micro-batch of the plan: forward, backward, optimizer step
 4. one held-out edit, in one step
@@ -21,10 +21,13 @@ from copy import deepcopy
 import torch
 from torch import nn
 
+from qflux.adapters.lora import inject
 from qflux.config import Config
 from qflux.data.batch import EditBatch
 from qflux.errors import CheckpointError, QfluxError
 from qflux.losses.objective import Objective
+from qflux.models import Family
+from qflux.models.loading import empty_transformer
 from qflux.models.quantization import quantization_config
 from qflux.training.checkpoint import Checkpoints, TrainingState
 from qflux.training.distributed import World, local
@@ -38,13 +41,19 @@ from qflux.training.validation import HeldOutEdits
 logger = logging.getLogger(__name__)
 
 
-def require_parts(config: Config, total_steps: int) -> None:
-    """What a config names and may not exist: optimizer, schedule, packages. Nothing is loaded, nothing is written."""
+def require_parts(config: Config, family: Family, total_steps: int) -> None:
+    """What a config names and may not exist: optimizer, schedule, packages, layers.
+
+    No weight is loaded, and nothing is written.
+    """
     probe = [nn.Parameter(torch.zeros(1))]
     build_schedule(config.train, build_optimizer(config.optimizer, probe), total_steps)
     require_trackers(config)
     if config.model.quantization:
         quantization_config(config.model.quantization, torch.bfloat16)
+    if config.train.method == "lora":
+        with torch.device("meta"):
+            inject(empty_transformer(family.transformer, config.model), config.lora, config.seed)
 
 
 def require_disk(config: Config, state: TrainingState) -> None:

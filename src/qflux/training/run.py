@@ -111,7 +111,7 @@ class Run:
         self._feed = Feed(config, self._samples, provider, channels, device, dtype)
         self._update = self._build_update()
         self._state = TrainingState(self._update, plan)
-        self._largest, self._largest_visits = plan.largest(0, total)
+        self._largest, self._largest_visits = plan.largest(min(checkpoints.newest_step(), total - 1), total)
         self._held_out = HeldOutLoss(
             config, planned.held_out, provider, world, device, self._validation_tokens(provider)
         )

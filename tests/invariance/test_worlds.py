@@ -1,0 +1,134 @@
+"""The same recipe walks the same path, whatever the number of processes and however they share the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from qflux.config import Config, load_config
+from qflux.models import get_family
+from qflux.models.loading import save_checkpoint
+from qflux.training import run as run_module
+from qflux.training.distributed import whole
+from qflux.training.trainer import Trainer
+from worlds import World
+
+FAMILIES = ("flux-kontext", "qwen-image-edit-plus")
+OPTIMIZERS = {
+    "SGD": (["optimizer.class_path=torch.optim.SGD", "optimizer.init_args={lr: 0.5}"], 1e-6),
+    "AdamW": (["optimizer.class_path=torch.optim.AdamW", "optimizer.init_args={lr: 0.001}"], 1e-4),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def recipe(request, tmp_path_factory, data_set):
+    """A function from overrides to a config of one family, with its cache filled."""
+    family = get_family(request.param)
+    folder = tmp_path_factory.mktemp(request.param)
+    save_checkpoint(family.tiny(0), folder / "model", family.pipeline)
+    settings = {
+        "family": request.param,
+        "output_dir": str(folder / "runs"),
+        "model": {"pretrained": str(folder / "model"), "dtype": "float32", "device": "cpu"},
+        "data": {
+            "path": str(data_set),
+            "batch_size": 1,
+            "held_out": {"count": 2},
+            "processor": {"multi_resolutions": ["96*96", "128*128", "160*160"]},
+        },
+        "lora": {"rank": 4},
+        "loss": {"use_mask_loss": True},
+        "train": {"max_train_steps": 5, "gradient_checkpointing": False, "max_grad_norm": 0.05, "ema": {"decay": 0.9}},
+        "validation": {"images": 1, "num_inference_steps": 2},
+    }
+    Trainer(load_config(settings)).cache()
+    return lambda *overrides: load_config(settings, overrides)
+
+
+def train_and_keep(config: Config, rank: int, kept: Path) -> None:
+    """Train, and write down the parameters as this process has them at the end."""
+    original = run_module.Run._finish
+
+    def keep(self, *args):
+        save_file({n: whole(p).contiguous() for n, p in self._model.parameters.items()}, kept / f"{rank}.safetensors")
+        return original(self, *args)
+
+    run_module.Run._finish = keep
+    Trainer(config).fit()
+
+
+def trained(config: Config, size: int, folder: Path) -> list[dict[str, torch.Tensor]]:
+    """The parameters of each process at the end."""
+    World(train_and_keep, config, size, folder, folder).finish()
+    return [load_file(folder / f"{rank}.safetensors") for rank in range(size)]
+
+
+def relative_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    assert first.keys() == second.keys()
+    flat = [torch.cat([tensors[name].flatten() for name in sorted(tensors)]) for tensors in (first, second)]
+    return float((flat[0] - flat[1]).norm() / flat[0].norm())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_one_process_accumulating_four_equals_two_accumulating_two(recipe, optimizer, tmp_path):
+    settings, tolerance = OPTIMIZERS[optimizer]
+    (start,) = trained(
+        recipe(*settings, f"run_name={optimizer}-start", "optimizer.init_args={lr: 0.0}"), 1, tmp_path / "s"
+    )
+    (alone,) = trained(
+        recipe(*settings, f"run_name={optimizer}-alone", "train.gradient_accumulation_steps=4"), 1, tmp_path / "alone"
+    )
+    assert relative_difference(alone, start) > 100 * tolerance, "training did not move"
+    for way in ("ddp", "fsdp"):
+        first, second = trained(
+            recipe(
+                *settings,
+                f"run_name={optimizer}-{way}",
+                "train.gradient_accumulation_steps=2",
+                f"train.distributed={way}",
+            ),
+            2,
+            tmp_path / way,
+        )
+        assert all(torch.equal(first[name], second[name]) for name in first), "ranks differ"
+        assert relative_difference(alone, first) <= tolerance, way
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_a_rank_with_nothing_to_do_in_the_last_step_of_an_epoch_changes_nothing(recipe, way, tmp_path):
+    """Ten samples in steps of four leave two for the third step; with three processes one has none."""
+    sgd, _ = OPTIMIZERS["SGD"]
+    shared = [*sgd, "train.max_train_steps=4", "data.held_out={count: 2}"]
+    (alone,) = trained(
+        recipe(*shared, f"run_name=three-{way}", "train.gradient_accumulation_steps=3"), 1, tmp_path / "a"
+    )
+    several = trained(recipe(*shared, f"run_name=each-{way}", f"train.distributed={way}"), 3, tmp_path / "b")
+    for member in several:
+        assert relative_difference(alone, member) <= 1e-6
+
+
+def test_all_weights_train_alike_on_one_process_and_on_shards(recipe, tmp_path):
+    sgd, _ = OPTIMIZERS["SGD"]
+    shared = [*sgd, "train.method=full", "train.gradient_checkpointing=2", "train.max_train_steps=3"]
+    (alone,) = trained(recipe(*shared, "run_name=full", "train.gradient_accumulation_steps=2"), 1, tmp_path / "a")
+    shards = trained(recipe(*shared, "run_name=full-fsdp", "train.distributed=fsdp"), 2, tmp_path / "b")
+    assert relative_difference(alone, shards[0]) <= 1e-6
+
+
+def test_a_run_may_go_on_with_another_number_of_processes(recipe, tmp_path):
+    sgd, _ = OPTIMIZERS["SGD"]
+    whole_run = recipe(*sgd, "run_name=whole", "train.gradient_accumulation_steps=2", "train.max_train_steps=4")
+    (alone,) = trained(whole_run, 1, tmp_path / "a")
+    for steps, accumulation, size, way in ((2, 1, 2, "fsdp"), (3, 2, 1, "ddp"), (4, 1, 2, "ddp")):
+        config = recipe(
+            *sgd,
+            "run_name=moved",
+            f"train.max_train_steps={steps}",
+            f"train.gradient_accumulation_steps={accumulation}",
+            f"train.distributed={way}",
+        )
+        moved = trained(config, size, tmp_path / f"moved-{steps}")
+    assert relative_difference(alone, moved[0]) <= 1e-6
