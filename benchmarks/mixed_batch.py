@@ -38,8 +38,8 @@ from qflux.models.family import ModelInputs
 from qflux.ragged.compilation import compile_blocks
 from qflux.ragged.layout import PackedLayout, PaddedLayout, image_tokens, padding_ratio
 from qflux.ragged.rope import image_ids
+from qflux.training.flops import PEAKS, StepFlops
 
-H200_PEAK = 989e12
 BATCHES = {"45 %": (1024, 1600, 2304, 4096), "19 %": (1024, 1600, 1536, 1872)}
 
 
@@ -57,10 +57,6 @@ class Scale:
     divide: int
     dtype: torch.dtype
     repeats: int
-
-    @property
-    def width(self) -> int:
-        return self.heads * 128
 
 
 FLUX_TEXT, QWEN_TEXT = (512,) * 4, (260, 400, 560, 700)
@@ -93,7 +89,8 @@ class Batch:
         return [text + image for text, image in zip(self.text_lengths, self.image_lengths, strict=True)]
 
 
-def build_model(scale: Scale, device: str) -> Any:
+def build_transformer(scale: Scale, device: str) -> Any:
+    """Random weights, frozen."""
     common = {"num_attention_heads": scale.heads, "joint_attention_dim": scale.text_width, "num_layers": scale.layers}
     with torch.device("meta"):
         if scale.single_layers:
@@ -105,6 +102,12 @@ def build_model(scale: Scale, device: str) -> Any:
         parameter.normal_(0.0, 0.02)
     if not scale.single_layers:  # its tables are plain attributes, and were made on the meta device
         model.pos_embed = type(model.pos_embed)(theta=10000, axes_dim=[16, 56, 56], scale_rope=True)
+    return model
+
+
+def build_model(scale: Scale, device: str) -> Any:
+    """The same with a LoRA."""
+    model = build_transformer(scale, device)
     inject(model, LoraSettings(rank=16), seed=0)
     return model.train()
 
@@ -153,14 +156,6 @@ def stock_velocity(model: Any, inputs: ModelInputs) -> Tensor:
         joint_attention_kwargs={"attention_mask": padded.key_mask[:, None, None, :]},
     )
     return padded.leave_image(output.sample.flatten(0, 1))
-
-
-def model_flops(scale: Scale, batch: Batch) -> float:
-    """Forward and backward arithmetic on valid tokens; frozen weights need no gradient of their own."""
-    layers, width = scale.layers + scale.single_layers, scale.width
-    linear = 24 * width**2 * sum(batch.lengths) * layers
-    attention = sum(4 * width * n * n for n in batch.lengths) * layers
-    return 2 * linear + 3 * attention
 
 
 @contextmanager
@@ -234,12 +229,13 @@ def main() -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scale = (FULL if device == "cuda" else SMALL)[arguments.model]
-    peak = H200_PEAK if device == "cuda" else cpu_peak()
+    peak = PEAKS["H200"] if device == "cuda" else cpu_peak()
     machine = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{scale.name}, LoRA rank 16, {scale.dtype}, {machine}, torch {torch.__version__}; ", end="")
     print(f"tokens / {scale.divide}, peak {peak / 1e12:.2f} TFLOP/s, median of {scale.repeats}\n", flush=True)
 
     model = build_model(scale, device)
+    flops = StepFlops(model, scale.layers + scale.single_layers, trains_all=False)
     table = [
         "| padding | mode | blocks | checkpointing | s/step | against padded | peak GiB | MFU |",
         "|---|" * 1 + "---|" * 7,
@@ -267,7 +263,7 @@ def main() -> None:
                 f"{seconds:.2f}",
                 f"{baseline[compiled] / seconds:.2f}x" if compiled in baseline else "-",
                 f"{gib:.1f}",
-                f"{model_flops(scale, batch) / seconds / peak:.1%}",
+                f"{flops(batch.lengths) / seconds / peak:.1%}",
             )
             table.append(f"| {' | '.join(cells)} |")
             print(table[-1], flush=True)

@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from diffusers.pipelines.flux.pipeline_flux_kontext import calculate_shift
+from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 
 from qflux.config import LossSettings, TimestepSettings
 from qflux.data.batch import EditBatch
 from qflux.data.encoded import EncodedExample, TextEmbedding
 from qflux.losses import AttentionMaskMseLoss, MaskEditLoss, MseLoss, Objective
 from qflux.losses.objective import StepSize, sample_weight
-from qflux.losses.timesteps import draw, resolution_shift, shifted
+from qflux.losses.timesteps import draw, fixed_draw, level_weight, resolution_shift, shifted
 
 
 def test_the_mean_is_over_valid_tokens():
@@ -111,6 +112,95 @@ def test_class_images_count_by_their_weight():
     error = (prediction - batch.velocity()).square().mean(-1)
     total, _ = Objective(settings)(prediction, batch)
     assert torch.allclose(total, (error[:4].sum() + 0.25 * error[4:].sum()) / 6)
+
+
+@pytest.mark.parametrize("by_token", [True, False])
+def test_with_equal_sizes_the_loss_is_the_plain_mean(by_token):
+    settings = LossSettings(normalize_by_valid_tokens=by_token)
+    batch = batch_of([6, 6, 6], [None] * 3)
+    weight = sample_weight(settings, StepSize(tokens=18, samples=3), 6, 0.3)
+    batch = replace(batch, weight=torch.full((3,), weight))
+    prediction = torch.randn_like(batch.targets)
+    total, _ = Objective(settings)(prediction, batch)
+    assert torch.allclose(total, torch.nn.functional.mse_loss(prediction, batch.noise - batch.targets))
+
+
+def test_changing_the_size_of_one_sample_leaves_the_terms_of_the_others_unchanged():
+    objective = Objective(LossSettings())
+    terms = []
+    for middle in (3, 11):
+        torch.manual_seed(middle)
+        batch = batch_of([5, middle, 7], [None] * 3)
+        first, last = torch.randn(5, 4, generator=torch.manual_seed(1)), torch.randn(7, 4)
+        targets = torch.cat([first, torch.randn(middle, 4), last])
+        batch = replace(batch, targets=targets, noise=torch.zeros_like(targets))
+        terms.append(objective(torch.zeros_like(targets), batch)[1])
+    assert torch.equal(terms[0][[0, 2]], terms[1][[0, 2]])
+    assert terms[0][1] != terms[1][1]
+
+
+def test_control_tokens_get_exactly_zero_gradient_from_the_loss():
+    """The model's output has a row for every image token; those of controls mean nothing and must teach nothing."""
+    batch = batch_of([6, 3], [None, None])
+    output = torch.randn(len(batch.targets) + len(batch.controls), 4, requires_grad=True)
+    prediction, _ = batch.images.split(output)
+    Objective(LossSettings())(prediction, batch)[0].backward()
+    is_target = torch.tensor([True] * 6 + [False] * 2 + [True] * 3 + [False] * 2)
+    assert (output.grad[~is_target] == 0).all()
+    assert (output.grad[is_target] != 0).all()
+
+
+@pytest.mark.parametrize("weighting", ["none", "cosmap", "sigma_sqrt"])
+def test_weights_of_noise_levels_are_those_of_sd3(weighting):
+    sigmas = torch.linspace(0.01, 0.99, 40, dtype=torch.float64)
+    expected = compute_loss_weighting_for_sd3(weighting, sigmas)
+    settings = LossSettings(weighting=weighting)
+    assert torch.allclose(torch.tensor([level_weight(float(s), settings) for s in sigmas]), expected.float())
+
+
+@pytest.mark.parametrize("density", ["cosmap", "sigma_sqrt"])
+def test_a_density_that_is_a_weighting_brings_its_weighting_along(density):
+    settings = LossSettings(timesteps=TimestepSettings(density=density))
+    assert level_weight(0.3, settings) == level_weight(0.3, LossSettings(weighting=density)) != 1.0
+    assert level_weight(0.3, LossSettings(timesteps=settings.timesteps, weighting="none")) == 1.0
+
+
+def test_the_weight_of_no_noise_at_all_is_finite():
+    assert level_weight(0.0, LossSettings(weighting="sigma_sqrt")) == pytest.approx(1e6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"density": "mode", "mode_scale": 1.29},
+        {"density": "mode", "mode_scale": -0.5},
+        {"density": "logit_normal", "mean": -0.3, "std": 1.4},
+        {"density": "cosmap"},
+        {"density": "sigma_sqrt"},
+        {"density": "uniform"},
+    ],
+    ids=str,
+)
+def test_densities_are_diffusers(settings):
+    mine = [draw(0, str(i), 0, 1, 1, TimestepSettings(**settings, shift="none"))[0] for i in range(4000)]
+    theirs = compute_density_for_timestep_sampling(
+        settings["density"],
+        4000,
+        logit_mean=settings.get("mean"),
+        logit_std=settings.get("std"),
+        mode_scale=settings.get("mode_scale"),
+        generator=torch.Generator().manual_seed(0),
+    )
+    marks = torch.linspace(0.05, 0.95, 19)
+    assert torch.allclose(torch.tensor(mine).quantile(marks), theirs.quantile(marks), atol=0.03)
+
+
+def test_fixed_levels_are_stratified_and_their_noise_never_changes():
+    settings = TimestepSettings(shift="none")
+    drawn = [fixed_draw(0, "a", level, 4, 10, 4, settings) for level in range(4)]
+    assert [sigma for sigma, _ in drawn] == [0.125, 0.375, 0.625, 0.875]
+    assert torch.equal(drawn[1][1], fixed_draw(0, "a", 1, 4, 10, 4, settings)[1])
+    assert not torch.equal(drawn[1][1], drawn[2][1])
 
 
 def test_noise_depends_on_seed_sample_and_visit_alone():

@@ -20,7 +20,17 @@ from rich.progress import TaskID
 from rich.table import Table
 
 from qflux.cli.cache import cache_app
-from qflux.cli.terminal import ConfigFile, Overrides, complain, console, errors, progress_bar, say, trainer_of
+from qflux.cli.terminal import (
+    ConfigFile,
+    Overrides,
+    complain,
+    console,
+    errors,
+    is_first_process,
+    progress_bar,
+    say,
+    trainer_of,
+)
 from qflux.errors import DataError, Interrupted, QfluxError
 
 if TYPE_CHECKING:
@@ -109,24 +119,43 @@ def inspect_(
 
 @app.command()
 def fit(config: ConfigFile, set_: Overrides = None) -> None:
-    """Train a LoRA on cached samples; goes on where an interrupted run was."""
+    """Train on cached samples; goes on where an interrupted run was.
+
+    On several GPUs: torchrun --nproc-per-node 8 -m qflux.cli fit --config FILE
+    """
     trainer = trainer_of(config, set_)
     with progress_bar() as bar:
         task = bar.add_task("fit", total=None, note="loading")
 
         def on_step(report: StepReport) -> None:
-            note = f"loss {report.loss:.4f}  {report.tokens / report.seconds:,.0f} tokens/s"
-            bar.update(task, completed=report.step, total=report.total_steps, note=note)
+            bar.update(task, completed=report.step, total=report.total_steps, note=_progress_note(report))
 
         result = trainer.fit(on_step)
     if result.resumed_from:
         say(f"continued from step {result.resumed_from}.")
     losses = "" if result.first_loss is None else f", loss {result.first_loss:.4f} → {result.last_loss:.4f}"
-    say(f"{result.steps} steps{losses}. {result.coverage}. LoRA: {result.adapter}")
+    held_out = "" if result.held_out_loss is None else f", held-out loss {result.held_out_loss:.4f}"
+    what = "transformer" if result.adapter.is_dir() else "LoRA"
+    say(f"{result.steps} steps{losses}{held_out}. {result.coverage}. {what}: {result.adapter}")
+    if result.best:
+        say(f"best checkpoint by held-out loss ({result.best[1]:.4f}): {result.best[0]}")
+    if result.skipped_steps:
+        say(f"{result.skipped_steps} steps were left out: their loss or gradient was no number (see metrics.jsonl).")
     for skipped in result.coverage.skipped[:20]:
         say(f"skipped: {skipped}")
     if len(result.coverage.skipped) > 20:
         say(f"… and {len(result.coverage.skipped) - 20} more, in {trainer.config.run_dir / 'ledger.jsonl'}")
+
+
+def _progress_note(report: StepReport) -> str:
+    parts = [f"loss {report.loss:.4f}", f"{report.tokens_per_second:,.0f} tokens/s"]
+    if report.utilisation is not None:
+        parts.append(f"{report.utilisation:.0%} MFU")
+    if report.peak_memory_gib is not None:
+        parts.append(f"{report.peak_memory_gib:.1f} GiB")
+    if report.waiting_seconds > 0.1 * report.seconds:
+        parts.append(f"{report.waiting_seconds / report.seconds:.0%} waiting for data")
+    return "  ".join(parts)
 
 
 @app.command()
@@ -230,4 +259,8 @@ def _set_up_logging() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore", module="PIL")  # what it warns of, `inspect` finds
     handler = RichHandler(console=errors, show_time=False, show_path=False)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    logging.basicConfig(
+        level=logging.WARNING if is_first_process() else logging.ERROR, format="%(message)s", handlers=[handler]
+    )
+    for name in ("torchao", "torch.utils._pytree", "diffusers"):  # what they say on import is for their developers
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -44,18 +44,25 @@ def progress_bar() -> Iterator[Progress]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=console, disable=os.environ.get("RANK", "0") != "0") as progress:
+    with Progress(*columns, console=console, disable=not is_first_process()) as progress:
         yield progress
+
+
+def is_first_process() -> bool:
+    """Of those that a launcher has started; the others are silent unless something is wrong."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def say(text: str) -> None:
     """A line as it is: paths may hold brackets, and must not be broken."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    if is_first_process():
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def complain(kind: str, text: str) -> None:
     """An error as it is, on the error stream."""
-    errors.print(f"[bold red]{kind}[/]: ", end="")
+    process = "" if is_first_process() else f"process {os.environ['RANK']}: "
+    errors.print(f"{process}[bold red]{kind}[/]: ", end="")
     errors.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
