@@ -88,13 +88,14 @@ class Watch:
 
     def waits(self) -> Counter[str]:
         """Calls that make the host wait, during the profiled steps."""
-        names = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "aten::item")
-        calls: Counter[str] = Counter()
+        # A value read from the device shows as a stream synchronisation; the profiler itself ends with one of the device.
+        names = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+        calls: Counter[str] = Counter({"cudaDeviceSynchronize": -1} if self._cuda else {})
         for event in self._profile.key_averages():
             if event.key in names:
                 calls[event.key] += event.count
         calls.update(str(w.message).splitlines()[0] for w in self._caught if "synchroniz" in str(w.message))
-        return calls
+        return +calls
 
 
 def bare_seconds(step: Any, repeats: int, device: str) -> float:

@@ -53,7 +53,7 @@ def test_max_train_steps_7_is_exactly_7_optimizer_steps_whatever_the_accumulatio
     )
     World(fit, settings, size, tmp_path / "notes").finish()
     optimizer = load_file(settings.run_dir / "checkpoints" / "step-00000007" / "optimizer.safetensors")
-    assert {float(tensor) for name, tensor in optimizer.items() if name.endswith(".step")} == {7.0}
+    assert {float(tensor) for name, tensor in optimizer.items() if name.endswith("/step")} == {7.0}
     report = lines(settings)
     assert [line["step"] for line in report] == list(range(1, 8))
     expected = [1e-4 * (n / 2 if n < 2 else (7 - n) / 5) for n in range(7)]

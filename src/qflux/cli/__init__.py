@@ -131,6 +131,8 @@ def fit(config: ConfigFile, set_: Overrides = None) -> None:
             bar.update(task, completed=report.step, total=report.total_steps, note=_progress_note(report))
 
         result = trainer.fit(on_step)
+    if not is_first_process():
+        return
     if result.resumed_from:
         say(f"continued from step {result.resumed_from}.")
     losses = "" if result.first_loss is None else f", loss {result.first_loss:.4f} → {result.last_loss:.4f}"

@@ -49,14 +49,13 @@ def progress_bar() -> Iterator[Progress]:
 
 
 def is_first_process() -> bool:
-    """Of those that a launcher has started; the others are silent unless something is wrong."""
+    """Of those that a launcher has started."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def say(text: str) -> None:
     """A line as it is: paths may hold brackets, and must not be broken."""
-    if is_first_process():
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def complain(kind: str, text: str) -> None:

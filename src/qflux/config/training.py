@@ -107,6 +107,9 @@ class TrainSettings(Section):
     )
     compile: bool = Field(default=False, description="torch.compile of each block; sizes may vary freely")
     execution: Literal["packed", "padded"] = Field(default="packed", description="padded is the slow reference")
+    deterministic: bool = Field(
+        default=False, description="on a GPU: only kernels that repeat to the last bit; attention is slower"
+    )
     distributed: Literal["ddp", "fsdp"] = Field(
         default="ddp", description="with several processes: each holds the model, or each holds a share of it (FSDP2)"
     )

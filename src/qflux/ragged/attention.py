@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -50,10 +50,25 @@ def ragged_attention(
     samples = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
     with sdpa_kernel(_BY_SPEED, set_priority=True):
         out = torch.cat([_attend_one(q, k, v) for q, k, v in samples])
-    if out.requires_grad:
-        # cuDNN's backward reads out of bounds when the incoming gradient is a slice of a wider tensor (torch 2.11).
-        out.register_hook(torch.Tensor.contiguous)
-    return out
+    return contiguous_gradient(out)
+
+
+def contiguous_gradient(attended: Tensor) -> Tensor:
+    """The same tensor, whose gradient will be contiguous when it arrives.
+
+    cuDNN's attention backward reads out of bounds when its gradient is a slice of a wider tensor (torch 2.11).
+    """
+    return _ContiguousGradient.apply(attended)
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, attended: Tensor) -> Tensor:
+        return attended.view_as(attended)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor) -> Tensor:

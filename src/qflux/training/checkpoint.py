@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 FILES = {"parameters.safetensors", "optimizer.safetensors", "state.json"}
 EMA_FILE = "ema.safetensors"
+SEPARATOR = "/"
 
 
 @dataclass(frozen=True)
@@ -252,31 +253,42 @@ def _held_out(folder: Path) -> float | None:
 
 
 def _flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Optimizer state as named tensors and plain values."""
+    """Optimizer state as named tensors and plain values; a name is the path to its value."""
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, Any] = {}
-    for index, values in state["state"].items():
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                tensors[f"{index}.{name}"] = value
-            elif _is_plain(value):
-                scalars[f"{index}.{name}"] = value
-            else:
-                raise CheckpointError(
-                    f"the optimizer keeps a {type(value).__name__} ({name}), which can't be saved without pickle",
-                    "choose another optimizer.",
-                )
+    for path, value in _leaves(state["state"]):
+        name = SEPARATOR.join(path)
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        elif _is_plain(value):
+            scalars[name] = value
+        else:
+            raise CheckpointError(
+                f"the optimizer keeps a {type(value).__name__} ({name}), which can't be saved without pickle",
+                "choose another optimizer.",
+            )
     return tensors, {"values": scalars, "param_groups": _plain(state["param_groups"])}
+
+
+def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not isinstance(value, dict):
+        yield path, value
+        return
+    for key, item in value.items():
+        yield from _leaves(item, (*path, str(key)))
 
 
 def _restore_optimizer(tensors: dict[str, Tensor], scalars: dict[str, Any], parameters: list[Any]) -> dict[str, Any]:
     """The inverse; what has the shape of its parameter is shared out as that is."""
     state: dict[int, dict[str, Any]] = {}
     for key, value in [*tensors.items(), *scalars["values"].items()]:
-        index, name = key.split(".", 1)
+        index, *path, name = key.split(SEPARATOR)
         parameter = parameters[int(index)]
+        place = state.setdefault(int(index), {})
+        for part in path:
+            place = place.setdefault(part, {})
         same = isinstance(value, Tensor) and value.shape == parameter.shape
-        state.setdefault(int(index), {})[name] = like(value, parameter) if same else value
+        place[name] = like(value, parameter) if same else value
     return {"state": state, "param_groups": scalars["param_groups"]}
 
 

@@ -51,6 +51,7 @@ from qflux.training.interrupt import deferred_signals, exclusive
 from qflux.training.metrics import Listener
 from qflux.training.model import TrainedModel
 from qflux.training.preflight import require_parts
+from qflux.training.repeatable import repeatable
 from qflux.training.run import FitResult, Run
 
 logger = logging.getLogger(__name__)
@@ -159,6 +160,7 @@ class Trainer:
         with ExitStack() as held:
             world.first(lambda: held.enter_context(exclusive(config.run_dir)))
             stop = held.enter_context(deferred_signals())
+            held.enter_context(repeatable(config.train.deterministic))
             model = TrainedModel(self._transformer(world), self.family, config, world, self.device)
             require_fitting(planned, model.transformer)
             run = Run(

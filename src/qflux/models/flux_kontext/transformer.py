@@ -20,6 +20,7 @@ from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
 from qflux.models.padding import Padding
+from qflux.ragged.attention import contiguous_gradient
 from qflux.ragged.layout import PackedLayout, RaggedLayout
 from qflux.ragged.modulation import ModulatedStream, add_gated, clip_fp16, modulate
 from qflux.ragged.rope import Rotary, rotary_from, rotate
@@ -65,6 +66,13 @@ class RaggedFluxBlock(FluxTransformerBlock):
         return query, key, layout.join(text_v, image_v)
 
 
+class SingleStreamAttention(FluxAttention):
+    """diffusers' attention of a single-stream block, which concatenates its output: the gradient comes as a slice."""
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        return contiguous_gradient(super().forward(*args, **options))
+
+
 class RaggedFluxSingleBlock(FluxSingleTransformerBlock):
     """The single-stream block. With a layout it runs on the joint tokens; without one it is diffusers' own."""
 
@@ -104,6 +112,7 @@ class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
             block.__class__ = RaggedFluxBlock
         for block in self.single_transformer_blocks:
             block.__class__ = RaggedFluxSingleBlock
+            block.attn.__class__ = SingleStreamAttention
 
     def forward(
         self,

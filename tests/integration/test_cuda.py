@@ -1,0 +1,138 @@
+"""What only a GPU can show: nothing waits inside a step, a step that is no number is left out on the device."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qflux.config import load_config
+from qflux.data.encoded import TextEmbedding
+from qflux.errors import QfluxError
+from qflux.losses.objective import Objective
+from qflux.models import get_family
+from qflux.models.family import ModelInputs
+from qflux.models.loading import save_checkpoint
+from qflux.training.trainer import Trainer
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(scope="module", params=["flux-kontext", "qwen-image-edit-plus"])
+def recipe(request, tmp_path_factory, data_set):
+    family = get_family(request.param)
+    folder = tmp_path_factory.mktemp(request.param)
+    save_checkpoint(family.tiny(0), folder / "model", family.pipeline)
+    settings = {
+        "family": request.param,
+        "output_dir": str(folder / "runs"),
+        "model": {"pretrained": str(folder / "model"), "dtype": "bfloat16", "device": "cuda"},
+        "data": {
+            "path": str(data_set),
+            "batch_size": 3,
+            "held_out": {"count": 2},
+            "processor": {"multi_resolutions": ["96*96", "128*128", "160*160"]},
+        },
+        "lora": {"rank": 4},
+        "train": {"max_train_steps": 8, "gradient_checkpointing": False},
+        "validation": {"images": 1, "num_inference_steps": 2},
+    }
+    for dtype in ("bfloat16", "float16", "float32"):
+        Trainer(load_config(settings, [f"model.dtype={dtype}"])).cache()
+    return lambda *overrides: load_config(settings, overrides)
+
+
+@pytest.mark.parametrize("extra", [[], ["train.gradient_checkpointing=true"], ["train.ema={decay: 0.9}"]], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_nothing_waits_for_the_device_inside_a_step(recipe, extra, dtype, request):
+    config = recipe(*extra, f"model.dtype={dtype}", f"run_name=sync-{abs(hash((str(extra), dtype)))}")
+    original = Objective.__call__
+    steps = []
+
+    def strict(self, prediction, batch):
+        """From the third step on torch raises where it would wait; the last step ends with a checkpoint, which may."""
+        steps.append(1)
+        mode = "error" if 3 < len(steps) < config.train.max_train_steps else "default"
+        torch.cuda.set_sync_debug_mode(mode)
+        return original(self, prediction, batch)
+
+    try:
+        Objective.__call__ = strict
+        Trainer(config).fit()
+    finally:
+        Objective.__call__ = original
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(steps) > config.train.max_train_steps
+
+
+def test_a_loss_that_is_no_number_stops_the_run_with_the_state_before_it(recipe):
+    config = recipe("run_name=nan", "train.max_train_steps=30")
+    original, seen = Objective.__call__, []
+
+    def poisoned(self, prediction, batch):
+        seen.append(1)
+        return original(self, prediction * (math.nan if len(seen) == 12 else 1.0), batch)
+
+    try:
+        Objective.__call__ = poisoned
+        with pytest.raises(QfluxError, match=r"step 11: the loss or the gradient is no number"):
+            Trainer(config).fit()
+    finally:
+        Objective.__call__ = original
+    saved = config.run_dir / "checkpoints" / "step-00000010"
+    optimizer = load_file(saved / "optimizer.safetensors")
+    assert {float(t) for name, t in optimizer.items() if name.endswith("/step")} == {10.0}
+    assert all(t.isfinite().all() for t in load_file(saved / "parameters.safetensors").values())
+    assert len((config.run_dir / "metrics.jsonl").read_text().splitlines()) == 10
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
+def test_a_lora_trains_over_a_quantized_base(recipe, kind):
+    pytest.importorskip("bitsandbytes" if kind == "nf4" else "torchao")
+    config = recipe(f"model.quantization={kind}", f"run_name={kind}", "optimizer.init_args={lr: 0.01}")
+    result = Trainer(config).fit()
+    assert math.isfinite(result.last_loss)
+    losses = [
+        json.loads(line)["held_out_loss"] for line in (config.run_dir / "validation.jsonl").read_text().splitlines()
+    ]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("optimizer", ["bitsandbytes.optim.AdamW8bit", "torch.optim.AdamW"])
+def test_a_resumed_run_goes_on_where_it_was(recipe, optimizer):
+    pytest.importorskip(optimizer.split(".")[0])
+    shared = [f"optimizer.class_path={optimizer}", "optimizer.init_args={lr: 0.001}", "train.deterministic=true"]
+    name = optimizer.replace(".", "-")
+    whole = Trainer(recipe(*shared, f"run_name=whole-{name}", "train.max_train_steps=6")).fit()
+    Trainer(recipe(*shared, f"run_name=part-{name}", "train.max_train_steps=3")).fit()
+    rest = Trainer(recipe(*shared, f"run_name=part-{name}", "train.max_train_steps=6")).fit()
+    assert rest.adapter.read_bytes() == whole.adapter.read_bytes()
+
+
+@pytest.mark.parametrize("sizes", [[(1, 8, 8)], [(1, 8, 8), (1, 8, 8)], [(1, 8, 8), (1, 6, 10)]], ids=str)
+@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit"])
+def test_gradients_of_fast_attention_are_those_of_plain_attention(name, sizes):
+    """cuDNN's backward is wrong if its gradient is a slice, as in diffusers' own single-stream blocks (torch 2.11)."""
+    family = get_family(name)
+    transformer = family.tiny(0).transformer.to("cuda", torch.bfloat16).requires_grad_(True)
+    torch.manual_seed(0)
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    width, pooled = transformer.config.joint_attention_dim, getattr(transformer.config, "pooled_projection_dim", 1)
+    inputs = ModelInputs(
+        torch.randn(sum(2 * rows * columns for _, rows, columns in sizes), 64, **options),
+        [[size, size] for size in sizes],
+        [TextEmbedding(torch.randn(40, width, **options), torch.randn(pooled, **options)) for _ in sizes],
+        torch.rand(len(sizes), device="cuda"),
+        3.5,
+    )
+    gradients = []
+    for enabled in (True, False):
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
+        family.velocity(transformer, inputs).float().square().mean().backward()
+        gradients.append(torch.cat([p.grad.float().flatten() for p in transformer.parameters() if p.grad is not None]))
+        transformer.zero_grad()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    assert (gradients[0] - gradients[1]).norm() < 0.03 * gradients[1].norm()
