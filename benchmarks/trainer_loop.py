@@ -88,7 +88,7 @@ class Watch:
 
     def waits(self) -> Counter[str]:
         """Calls that make the host wait, during the profiled steps."""
-        # A value read from the device shows as a stream synchronisation; the profiler itself ends with one of the device.
+        # A value read from the device shows as a stream synchronisation; the profiler ends with one of its own.
         names = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
         calls: Counter[str] = Counter({"cudaDeviceSynchronize": -1} if self._cuda else {})
         for event in self._profile.key_averages():
