@@ -25,6 +25,7 @@ from qflux.errors import ConfigError, Interrupted, QfluxError
 from qflux.losses.objective import Objective
 from qflux.models import FluxTransformer2DModel
 from qflux.training import preflight
+from qflux.training import run as run_module
 from qflux.training.trainer import Trainer
 from worlds import World
 
@@ -375,6 +376,15 @@ def test_metrics_say_what_a_step_was(config):
         levels = [level for level in line["loss_by_level"] if level is not None]
         assert min(levels) <= line["loss"] <= max(levels)
         assert line["utilisation"] is None  # nobody knows a CPU's peak
+
+
+@pytest.mark.parametrize(("execution", "warns"), [("padded", True), ("packed", False)])
+def test_much_padding_in_padded_execution_is_a_warning(config, caplog, monkeypatch, execution, warns):
+    settings = config("data.batch_size=6", f"train.execution={execution}", "train.max_train_steps=10")
+    monkeypatch.setattr(run_module, "MOST_PADDING", 0.03)
+    Trainer(settings).fit()
+    assert np.mean([line["padding_avoided"] for line in lines(settings)]) > 0.03
+    assert ("of what is computed is padding" in caplog.text) == warns
 
 
 def test_tensorboard_gets_every_step_once_and_the_pictures(config):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -48,6 +49,9 @@ from qflux.training.update import Ema, LossScale, Update
 from qflux.training.validation import HeldOutEdits, HeldOutLoss, Validation
 
 logger = logging.getLogger(__name__)
+
+MOST_PADDING, PADDING_STEPS = 0.3, 10
+"""A larger share of padding, after so many steps of padded execution, is worth a warning."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +209,18 @@ class Run:
             self._reports.append(report)
             if self._journal:
                 self._journal.step(report, note.step)
+            if len(self._reports) == PADDING_STEPS:
+                self._warn_of_padding()
         return None
+
+    def _warn_of_padding(self) -> None:
+        padding = fmean(report.padding_avoided for report in self._reports)
+        if self._config.train.execution == "padded" and padding > MOST_PADDING:
+            logger.warning(
+                "%.0f %% of what is computed is padding (mean of %d steps); train.execution: packed computes none",
+                100 * padding,
+                len(self._reports),
+            )
 
     def _stop_at(self, broken: _Broken) -> None:
         """Parameters are as they were before the broken step: save them, and say what broke it."""

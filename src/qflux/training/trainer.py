@@ -1,7 +1,7 @@
-"""Training, read from top to bottom: START HERE.
+"""The commands: START HERE.
 
     qflux cache   `Trainer.cache`    samples on disk become embeddings on disk
-    qflux fit     `Trainer.fit`      embeddings become a LoRA
+    qflux fit     `Trainer.fit`      embeddings become a LoRA; the loop is in `training.run`
     qflux predict `Trainer.predict`  an image and a prompt become an edited image
 
 A batch holds samples of any sizes. Its tokens are concatenated, not padded; see `qflux.ragged.layout` for how
