@@ -30,6 +30,11 @@ class Drift:
     confidence: float
 
     @property
+    def is_certain(self) -> bool:
+        """Images that have nothing in common stay below 0.05, the same scene moved is above 0.3."""
+        return self.confidence >= 0.1
+
+    @property
     def distance(self) -> float:
         """How far a point moves at most, about: the shift, and the zoom's effect halfway to the border."""
         return float(np.hypot(self.down, self.right)) + abs(self.zoom - 1) / 4

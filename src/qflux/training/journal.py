@@ -49,12 +49,14 @@ class Journal:
     def validation(self, done: int, found: Validation | None, edits: Sequence[DrawnEdit]) -> None:
         """What was found after `done` steps, and the pictures drawn then."""
         moved = list(drifts(edits))
-        distances = [edit.drift.distance for edit in edits if edit.drift is not None]
+        distances = [edit.drift.distance for edit in edits if edit.drift is not None and edit.drift.is_certain]
         line: dict[str, Any] = {"step": done}
         if found is not None:
             line |= {"held_out_loss": found.loss, "held_out_loss_by_level": found.loss_by_level}
         if moved:
-            line |= {"drift": fmean(distances), "drifts": moved}
+            line["drifts"] = moved
+        if distances:
+            line["drift"] = fmean(distances)
         self._validation.append(line)
         numbers = {f"validation/{key}": value for key, value in line.items() if isinstance(value, float)}
         picture = self._draw(done, edits) if edits else None
