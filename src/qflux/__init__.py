@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
+
+from qflux.version import VERSION
 
 if TYPE_CHECKING:
     from qflux.config import Config, load_config
@@ -36,7 +37,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Public names on first use: importing qflux does not import torch and diffusers."""
     if name == "__version__":
-        return version("qflux")
+        return VERSION
     if name not in _HOMES:
         raise AttributeError(f"module 'qflux' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

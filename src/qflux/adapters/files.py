@@ -1,135 +1,179 @@
-"""Adapter files in diffusers' format: `pytorch_lora_weights.safetensors`."""
+"""Adapter files: tensors under the names of a format, and a record of how they were made."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
-from peft.tuners.lycoris_utils import LycorisLayer
-from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from qflux.adapters.lora import ADAPTER, add, config_from
-from qflux.data.store import file_hash, write_tensors
-from qflux.errors import CheckpointError, ConfigError
+from qflux.adapters.formats import Format, from_tensors, to_format
+from qflux.adapters.layers import FOREIGN, LoraLayer, LoraLayers, linear_layers, require_fitting
+from qflux.adapters.names import Names, Parts
+from qflux.config import Config
+from qflux.data.store import write_tensors
+from qflux.errors import CheckpointError
+from qflux.models.family import Family
+from qflux.version import VERSION
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
-PREFIX = "transformer."
+RECORD_KEY = "qflux"
 
 
-def adapter_weights(transformer: nn.Module) -> dict[str, Tensor]:
-    """The adapter's tensors under diffusers' names; shared out if the transformer is."""
-    weights = get_peft_model_state_dict(transformer, adapter_name=ADAPTER)
-    return {f"{PREFIX}{name}": tensor for name, tensor in weights.items()}
+@dataclass(frozen=True)
+class Record:
+    """What an adapter file says about itself: enough to use it as it was trained."""
 
+    family: str
+    version: str = VERSION
+    preprocessing: dict[str, Any] = field(default_factory=dict)
+    """`data.processor` of the run."""
+    timesteps: dict[str, Any] = field(default_factory=dict)
+    """`loss.timesteps` of the run: density and shift."""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """The rest of the configuration, without places on somebody's disk."""
+    together: Parts = field(default_factory=dict)
+    """What fused layers consist of."""
 
-def save_adapter(transformer: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> Path:
-    """Write an adapter as diffusers' pipelines do; an older file is replaced in one step."""
-    settings = transformer.peft_config[ADAPTER].to_dict()  # type: ignore[index,union-attr]
-    named = {f"{PREFIX}{key}": sorted(v) if isinstance(v, set) else v for key, v in settings.items()}
-    write_tensors(folder / FILE_NAME, weights, {LORA_ADAPTER_METADATA_KEY: json.dumps(named, sort_keys=True)})
-    return folder / FILE_NAME
-
-
-def load_adapter(transformer: nn.Module, path: Path, scale: float = 1.0) -> None:
-    """Add the adapter in `path` (a file, or a folder that holds one) to `transformer` for inference.
-
-    A key the model lacks, or a layer the file should have and lacks, is an error.
-    """
-    file = path / FILE_NAME if path.is_dir() else path
-    weights, metadata = _read(file)
-    if str((metadata or {}).get(f"{PREFIX}peft_type", "LORA")).endswith("LORA"):
-        _check(file, weights, metadata, transformer)
-        try:
-            transformer.load_lora_adapter(  # type: ignore[operator]
-                weights, prefix=PREFIX.rstrip("."), adapter_name=ADAPTER, metadata=metadata
-            )
-        except Exception as error:
-            raise CheckpointError(f"{file} does not fit the model: {error}", _FOREIGN) from error
-        transformer.set_adapters([ADAPTER], weights=[scale])  # type: ignore[operator]
-    else:
-        _load_product(file, transformer, weights, metadata or {}, scale)
-    logger.info("adapter %s (%s), %d tensors, scale %g", file, file_hash(file)[:12], len(weights), scale)
-
-
-def _load_product(
-    file: Path, transformer: nn.Module, weights: dict[str, Tensor], metadata: dict[str, object], scale: float
-) -> None:
-    """LoKr and LoHa, which diffusers does not load: through PEFT, from the file's own description."""
-    description = {key.removeprefix(PREFIX): value for key, value in metadata.items()}
-    try:
-        add(transformer, config_from(description))
-        found = set_peft_model_state_dict(
-            transformer, {key.removeprefix(PREFIX): tensor for key, tensor in weights.items()}, ADAPTER
+    @classmethod
+    def of(cls, config: Config) -> Record:
+        values = config.dump()
+        recipe = {name: values[name] for name in ("seed", "lora", "optimizer", "train", "loss")}
+        recipe["model"] = {key: values["model"][key] for key in ("dtype", "quantization", "max_sequence_length")}
+        pretrained = str(values["model"]["pretrained"])
+        recipe["model"]["pretrained"] = Path(pretrained).name if Path(pretrained).exists() else pretrained
+        return cls(
+            config.family,
+            preprocessing=values["data"]["processor"],
+            timesteps=values["loss"]["timesteps"],
+            recipe=recipe,
         )
-    except (KeyError, RuntimeError, TypeError, ConfigError) as error:
-        raise CheckpointError(f"{file} does not fit the model: {error}", _FOREIGN) from error
-    lacking = [key for key in found.missing_keys if ".lokr_" in key or ".hada_" in key]
-    if found.unexpected_keys or lacking:
-        odd = sorted([*found.unexpected_keys, *lacking])[0]
-        raise CheckpointError(f"{file} does not fit the model: {odd} is in one of them only", _FOREIGN)
-    for layer in transformer.modules():
-        if isinstance(layer, LycorisLayer):
-            layer.set_scale(ADAPTER, scale)
 
 
-def _check(file: Path, weights: dict[str, Tensor], metadata: dict[str, object] | None, transformer: nn.Module) -> None:
-    """Every tensor belongs to a layer of the model, comes in a pair of one rank, fits in width, and is a number.
+@dataclass(frozen=True)
+class AdapterFile:
+    """An adapter as it was read."""
 
-    Every layer that the file's own description names is there.
-    """
-    if not weights:
-        raise CheckpointError(f"{file} holds no tensors", _FOREIGN)
-    modules = dict(transformer.named_modules())
-    layers: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in sorted(weights.items()):
-        name, _, part = key.removeprefix(PREFIX).rpartition(".lora_")
-        if not key.startswith(PREFIX) or part not in ("A.weight", "B.weight", "magnitude_vector"):
-            raise CheckpointError(f"{file}: {key} is no LoRA weight of a transformer", _FOREIGN)
-        if name not in modules:
-            raise CheckpointError(f"{file}: the model has no layer {name} (key {key})", _FOREIGN)
-        if not bool(tensor.isfinite().all()):
-            raise CheckpointError(f"{file}: {key} holds values that are no numbers", "train it again.")
-        if part != "magnitude_vector":
-            layers.setdefault(name, {})[part[0]] = tensor
-    for name, pair in layers.items():
-        if pair.keys() != {"A", "B"}:
-            raise CheckpointError(f"{file}: {name} has only lora_{next(iter(pair))} of the two", _FOREIGN)
-        layer = modules[name]
-        shapes = tuple(pair["A"].shape), tuple(pair["B"].shape)
-        expected = (len(pair["A"]), layer.in_features), (layer.out_features, len(pair["A"]))
-        if shapes != expected:
-            raise CheckpointError(f"{file}: {name} has shapes {shapes}, the model needs {expected}", _FOREIGN)
+    path: Path
+    tensors: dict[str, Tensor]
+    record: Record | None
+    description: dict[str, Any]
+    """PEFT's settings, as diffusers files them; empty if there are none."""
 
-    targets = (metadata or {}).get(f"{PREFIX}target_modules")
-    for target in targets if isinstance(targets, list) else []:
-        lacking = sorted(n for n in modules.keys() - layers.keys() if n == target or n.endswith(f".{target}"))
-        if lacking:
-            raise CheckpointError(f"{file}: it lacks {lacking[0]}, which its own description names", _FOREIGN)
+    @property
+    def is_product(self) -> bool:
+        """LoKr or LoHa."""
+        return any(".lokr_" in key or ".hada_" in key for key in self.tensors)
+
+    def layers(self, family: Family, transformer: nn.Module) -> LoraLayers:
+        """Its LoRA for this model; one that does not fit is an error with the layer's name."""
+        self.require_family(family)
+        names = names_of(family, transformer)
+        patterns = self.description.get("alpha_pattern") or {}
+        alpha = self.description.get("lora_alpha")
+        together = self.record.together if self.record else None
+        layers = from_tensors(self.path, self.tensors, names, alpha if not patterns else None, together)
+        if patterns and alpha is not None:
+            layers = {name: _with_alpha(layer, patterns.get(name, alpha)) for name, layer in layers.items()}
+        require_fitting(self.path, layers, names.shapes)
+        self._require_complete(layers, names)
+        return layers
+
+    def _require_complete(self, layers: LoraLayers, names: Names) -> None:
+        """Every layer that the file's own record names is there."""
+        lora = self.record.recipe.get("lora") if self.record else None
+        for target in (lora or {}).get("target_modules", []):
+            wanted = [name for name in names.shapes if name == target or name.endswith(f".{target}")]
+            lacking = sorted(name for name in wanted if name not in layers)
+            if lacking:
+                raise CheckpointError(f"{self.path}: it lacks {lacking[0]}, which its own record names", FOREIGN)
+
+    def require_family(self, family: Family) -> None:
+        if self.record and self.record.family != family.name:
+            raise CheckpointError(
+                f"{self.path} was trained for {self.record.family}, the config says {family.name}",
+                "set family to the one it was trained for.",
+            )
 
 
-def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, object] | None]:
-    """The tensors, and rank, alpha and targets as diffusers stored them."""
+def names_of(family: Family, transformer: nn.Module) -> Names:
+    """The layers of a family's model, and what they are called."""
+    shapes = linear_layers(transformer)
+    return Names(shapes, family.lora_prefix, family.original_names(shapes))
+
+
+def write_lora(path: Path, layers: Mapping[str, LoraLayer], form: Format, names: Names, record: Record) -> None:
+    """Write a LoRA in a format; an older file is replaced in one step."""
+    if form == "comfyui":
+        record = Record(**{**asdict(record), "together": names.parts(layers)})
+    ranks = sorted({layer.rank for layer in layers.values()})
+    alphas = sorted({layer.alpha for layer in layers.values()})
+    metadata = {
+        RECORD_KEY: json.dumps(asdict(record), sort_keys=True),
+        "ss_network_module": "networks.lora",  # what kohya's tools show
+        "ss_network_dim": ", ".join(map(str, ranks)),
+        "ss_network_alpha": ", ".join(f"{alpha:g}" for alpha in alphas),
+        "software": f"qflux {record.version}",
+    }
+    write_tensors(path, to_format(layers, form, names), metadata)
+
+
+def write_product(path: Path, tensors: Mapping[str, Tensor], description: Mapping[str, Any], record: Record) -> None:
+    """Write a LoKr or LoHa with PEFT's own names and settings."""
+    named = {f"transformer.{key}": sorted(v) if isinstance(v, set) else v for key, v in description.items()}
+    metadata = {
+        LORA_ADAPTER_METADATA_KEY: json.dumps(named, sort_keys=True),
+        RECORD_KEY: json.dumps(asdict(record), sort_keys=True),
+    }
+    write_tensors(path, {f"transformer.{name}": tensor for name, tensor in tensors.items()}, metadata)
+
+
+def read_adapter(path: Path) -> AdapterFile:
+    """An adapter file, or the one in a folder."""
+    file = path / FILE_NAME if path.is_dir() else path
     if not file.is_file():
         raise CheckpointError(f"no LoRA file at {file}", f"give a .safetensors file or a folder with {FILE_NAME}.")
     try:
         with safe_open(file, framework="pt") as opened:
-            raw = (opened.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY)
-            weights = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-        metadata = json.loads(raw) if raw else None
+            metadata = opened.metadata() or {}
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise CheckpointError(f"{file} is not a safetensors file: {error}") from None
+    if not tensors:
+        raise CheckpointError(f"{file} holds no tensors", FOREIGN)
+    description = _mapping(file, metadata.get(LORA_ADAPTER_METADATA_KEY))
+    described = {key.removeprefix("transformer."): value for key, value in description.items()}
+    return AdapterFile(file, tensors, _record(file, metadata.get(RECORD_KEY)), described)
+
+
+def _record(file: Path, text: str | None) -> Record | None:
+    values = _mapping(file, text)
+    if not values:
+        return None
+    known = {key: value for key, value in values.items() if key in Record.__dataclass_fields__}
+    try:
+        return Record(**known)
+    except TypeError as error:
+        raise CheckpointError(f"{file}: its description can't be read: {error}", FOREIGN) from None
+
+
+def _mapping(file: Path, text: str | None) -> dict[str, Any]:
+    try:
+        value = json.loads(text) if text else {}
     except ValueError as error:
-        raise CheckpointError(f"{file}: its description can't be read: {error}", _FOREIGN) from None
-    if metadata is not None and not isinstance(metadata, dict):
-        raise CheckpointError(f"{file}: its description is {metadata!r}, not a mapping", _FOREIGN)
-    return weights, metadata
+        raise CheckpointError(f"{file}: its description can't be read: {error}", FOREIGN) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: its description is {value!r}, not a mapping", FOREIGN)
+    return value
 
 
-_FOREIGN = "give a complete LoRA in diffusers format, made for this model."
+def _with_alpha(layer: LoraLayer, alpha: float) -> LoraLayer:
+    return LoraLayer(layer.down, layer.up, float(alpha), layer.magnitude)

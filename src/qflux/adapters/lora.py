@@ -57,6 +57,11 @@ def inject(transformer: nn.Module, settings: LoraSettings, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         add(transformer, _config(settings))
+    keep_float32(transformer)
+
+
+def keep_float32(transformer: nn.Module) -> None:
+    """Adapter weights in float32, LoRA's computing in the dtype of their input."""
     for layer in transformer.modules():
         if isinstance(layer, LoraLayer):
             layer.cast_input_dtype_enabled = False
@@ -66,10 +71,10 @@ def inject(transformer: nn.Module, settings: LoraSettings, seed: int) -> None:
         parameter.data = parameter.data.float()
 
 
-def add(transformer: nn.Module, config: PeftConfig) -> None:
+def add(transformer: nn.Module, config: PeftConfig, name: str = ADAPTER) -> None:
     """Add an adapter; what it can't be added to is the config's fault."""
     try:
-        transformer.add_adapter(config, adapter_name=ADAPTER)  # type: ignore[operator]
+        transformer.add_adapter(config, adapter_name=name)  # type: ignore[operator]
     except ValueError as error:
         raise ConfigError(f"lora.target_modules: {error}", _NAMES) from error
     for layer in transformer.modules():

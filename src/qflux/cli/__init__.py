@@ -184,6 +184,7 @@ def predict(
     """Edit one image."""
     from PIL import Image  # noqa: PLC0415
 
+    from qflux.adapters.attach import Weighted  # noqa: PLC0415
     from qflux.data.images import ImageFile, load_rgb  # noqa: PLC0415
     from qflux.data.store import write_bytes  # noqa: PLC0415
     from qflux.sampling.predict import Edit  # noqa: PLC0415
@@ -210,7 +211,7 @@ def predict(
         seed=settings.seed if seed is None else seed,
         size=(height, width) if height and width else None,
     )
-    predictor = trainer.predictor(lora, lora_scale)
+    predictor = trainer.predictor([Weighted(lora, lora_scale)] if lora else ())
     with progress_bar() as bar:
         task = bar.add_task("predict", total=None, note="")
         (result,) = predictor(

@@ -13,6 +13,7 @@ from typing import Any
 
 from PIL import Image
 
+from qflux.adapters.attach import Weighted
 from qflux.config import Config, load_config
 from qflux.data.geometry import Transform
 from qflux.data.images import load_rgb
@@ -145,7 +146,7 @@ def _predictions(trainer: Trainer, samples: list[PlannedSample], adapter: Path, 
         for sample in shown
     ]
     note = f"{len(edits)} images in one batch"
-    predicted = trainer.predictor(adapter)(
+    predicted = trainer.predictor([Weighted(adapter)])(
         edits, on_step=lambda done, total: progress.update("predict", done, total, note)
     )
     rows = []

@@ -5,7 +5,7 @@ Shapes: B samples, N image tokens of the whole batch, C channels of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -112,6 +112,10 @@ class Family:
     """`combine(conditional, unconditional, scale)`: true classifier-free guidance on velocities `(n, C)`."""
     blocks: Callable[[nn.Module], Sequence[nn.Module]]
     """The repeated blocks of a transformer: what is compiled and checkpointed."""
+    lora_prefix: str
+    """Of LoRA keys that diffusers' pipeline loads together with their alphas."""
+    original_names: Callable[[Iterable[str]], dict[str, tuple[str, ...]]]
+    """What the model's authors call its layers, where that is not diffusers' name: from the names of all layers."""
     text_channels: int
     """Channels of a text token, in the published checkpoints."""
     image_channels: int = 64

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -12,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from qflux.adapters.files import adapter_weights, save_adapter
-from qflux.adapters.lora import inject, trainable
+from qflux.adapters.attach import adapter_tensors, trained_layers
+from qflux.adapters.export import save_verified, write_transformer
+from qflux.adapters.files import FILE_NAME, Record, names_of, write_product
+from qflux.adapters.lora import ADAPTER, inject, trainable
 from qflux.config import Config
 from qflux.data.batch import EditBatch
-from qflux.data.store import write_bytes, write_tensors
 from qflux.models import Family
 from qflux.models.family import ModelInputs
 from qflux.ragged.compilation import compile_blocks
@@ -99,11 +97,19 @@ class TrainedModel:
         """Write what has trained: an adapter, or the whole transformer in diffusers' format. All ranks must call."""
         if self.is_full:
             weights = self._gathered(dict(self.transformer.named_parameters()), self._dtype)
-            self._world.first(lambda: _write_transformer(self.transformer, weights, folder))
+            self._world.first(lambda: write_transformer(self.transformer, weights, folder))
             return folder
-        weights = self._gathered(adapter_weights(self.transformer))
-        file = self._world.first(lambda: save_adapter(self.transformer, weights, folder))
-        return file or folder
+        tensors = self._gathered(adapter_tensors(self.transformer))
+        self._world.first(lambda: self._write_adapter(tensors, folder / FILE_NAME))
+        return folder / FILE_NAME
+
+    def _write_adapter(self, tensors: dict[str, Tensor], file: Path) -> None:
+        record = Record.of(self._config)
+        if self._config.lora.type in ("lokr", "loha"):
+            write_product(file, tensors, self.transformer.peft_config[ADAPTER].to_dict(), record)
+            return
+        layers = trained_layers(self.transformer, tensors)
+        save_verified(file, layers, "diffusers", names_of(self.family, self.transformer), record)
 
     def _gathered(self, tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         kept = {}
@@ -119,22 +125,6 @@ def _checkpoint_some(chosen: set[int], block: nn.Module, *args: Any) -> Any:
     if id(block) in chosen:
         return checkpoint(block, *args, use_reentrant=False)
     return block(*args)
-
-
-def _write_transformer(transformer: Any, weights: dict[str, Tensor], folder: Path) -> None:
-    """A folder that `from_pretrained` loads; it replaces an older one only when it is complete."""
-    staging = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(staging, ignore_errors=True)
-    transformer.save_config(staging)
-    name = "diffusion_pytorch_model"
-    shards = split_torch_state_dict_into_shards(weights, filename_pattern=f"{name}{{suffix}}.safetensors")
-    for file, names in shards.filename_to_tensors.items():
-        write_tensors(staging / file, {key: weights[key] for key in names})
-    if shards.is_sharded:
-        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
-        write_bytes(staging / f"{name}.safetensors.index.json", json.dumps(index, indent=2).encode())
-    shutil.rmtree(folder, ignore_errors=True)
-    staging.rename(folder)
 
 
 def total_size(tensors: Sequence[Tensor]) -> int:

@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from qflux.adapters.files import load_adapter
+from qflux.adapters.attach import Weighted, attach_all
 from qflux.config import Config
 from qflux.data.cache import EmbeddingCacheManager
 from qflux.data.claims import Claims
@@ -189,15 +189,16 @@ class Trainer:
         images: Sequence[Sequence[Image.Image]],
         prompts: Sequence[str],
         *,
-        lora: Path | None = None,
+        lora: Path | Sequence[Weighted] | None = None,
         lora_scale: float = 1.0,
         size: tuple[int, int] | None = None,
         seeds: Sequence[int] | None = None,
     ) -> list[Image.Image]:
         """Edit images: per prompt its control images (the first one is the image to edit), of any sizes.
 
-        `size` is `(height, width)` of the results; by default that of the first control after preprocessing. `seeds`
-        has one entry per prompt; the default is `predict.seed` for each.
+        `lora` is an adapter file or folder, or several with a weight each. `size` is `(height, width)` of the results;
+        by default that of the first control after preprocessing. `seeds` has one entry per prompt; the default is
+        `predict.seed` for each.
         """
         settings = self.config.predict
         seeds = seeds if seeds is not None else [settings.seed] * len(prompts)
@@ -209,15 +210,16 @@ class Trainer:
             Edit(tuple(controls), prompt, negative_prompt=settings.negative_prompt, seed=seed, size=size)
             for controls, prompt, seed in zip(images, prompts, seeds, strict=True)
         ]
-        return self.predictor(lora, lora_scale)(edits)
+        adapters = [Weighted(lora, lora_scale)] if isinstance(lora, Path) else lora or ()
+        return self.predictor(adapters)(edits)
 
-    def predictor(self, lora: Path | None = None, lora_scale: float = 1.0) -> Predictor:
-        """Everything loaded for predictions, with or without a LoRA."""
+    def predictor(self, adapters: Sequence[Weighted] = ()) -> Predictor:
+        """Everything loaded for predictions, with any number of adapters."""
         parts = ("scheduler", *self.family.text_parts, *self.family.image_parts)
         components = self.family.load(self.config.model.pretrained, parts, self.dtype, self.device)
         components.transformer = load_transformer(self.family.transformer, self.config.model, self.dtype, self.device)
-        if lora is not None:
-            load_adapter(components.transformer, lora, lora_scale)
+        if adapters:
+            attach_all(components.transformer, self.family, adapters)
         return Predictor(self.family, components, self.config)
 
     def _transformer(self, world: World) -> nn.Module:

@@ -13,6 +13,7 @@ from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokeniz
 from qflux.models.family import Defaults, Family, ModelInputs
 from qflux.models.flux_kontext.components import FluxKontextComponents
 from qflux.models.flux_kontext.encoders import FluxKontextEncoder, text_counter
+from qflux.models.flux_kontext.names import original_names
 from qflux.models.flux_kontext.tiny import tiny
 from qflux.models.flux_kontext.transformer import FluxTransformer2DModel
 from qflux.models.loading import checkpoint_folder, load_other, load_part
@@ -88,5 +89,7 @@ FLUX_KONTEXT = Family(
     velocity=velocity,
     combine=combine,
     blocks=blocks,
+    lora_prefix="transformer.",
+    original_names=original_names,
     text_channels=4096,
 )

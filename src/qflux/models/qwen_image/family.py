@@ -107,6 +107,8 @@ def _family(name: str, pipeline: str, template: Template, controls: tuple[int, i
         velocity=velocity,
         combine=combine,
         blocks=blocks,
+        lora_prefix="",
+        original_names=lambda layers: {},
         text_channels=3584,
     )
 

@@ -1,0 +1,125 @@
+"""Adapters on a transformer, for inference: one or several, each with its weight; and what they add up to."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer as PeftLoraLayer
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from torch import Tensor, nn
+
+from qflux.adapters.files import AdapterFile, Record, read_adapter
+from qflux.adapters.layers import FOREIGN, LoraLayer, LoraLayers
+from qflux.adapters.lora import ADAPTER, add, config_from, keep_float32
+from qflux.errors import CheckpointError, ConfigError
+from qflux.models.family import Family
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """An adapter file and how strongly it counts."""
+
+    path: Path
+    weight: float = 1.0
+
+
+def attach_all(transformer: nn.Module, family: Family, adapters: Sequence[Weighted]) -> list[Record]:
+    """Add adapters to a transformer without any; the records of those that have one."""
+    files = [read_adapter(adapter.path) for adapter in adapters]
+    for file in files:
+        file.require_family(family)
+    if any(file.is_product for file in files):
+        if len(files) > 1:
+            raise CheckpointError(
+                "LoKr and LoHa adapters can't be combined with others here", "merge one into the base first."
+            )
+        _attach_product(transformer, files[0], adapters[0].weight)
+    else:
+        loras = [file.layers(family, transformer) for file in files]
+        for number, layers in enumerate(loras):
+            attach(transformer, layers, f"{ADAPTER}_{number}")
+        weights = [adapter.weight for adapter in adapters]
+        set_weights(transformer, {f"{ADAPTER}_{number}": weight for number, weight in enumerate(weights)})
+    return [file.record for file in files if file.record]
+
+
+def attach(transformer: nn.Module, layers: Mapping[str, LoraLayer], name: str) -> None:
+    """Add a LoRA under `name`. It computes as it did in training: float32 weights, in the base's dtype."""
+    rank = Counter(layer.rank for layer in layers.values()).most_common(1)[0][0]
+    alpha = Counter(layer.alpha for layer in layers.values()).most_common(1)[0][0]
+    is_dora = {layer.magnitude is not None for layer in layers.values()}
+    if len(is_dora) > 1:
+        raise CheckpointError("some layers have DoRA magnitudes and some have none", FOREIGN)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules="^(" + "|".join(map(re.escape, layers)) + ")$",
+        rank_pattern={f"^{re.escape(n)}$": layer.rank for n, layer in layers.items() if layer.rank != rank},
+        alpha_pattern={f"^{re.escape(n)}$": layer.alpha for n, layer in layers.items() if layer.alpha != alpha},
+        use_dora=is_dora == {True},
+    )
+    add(transformer, config, name)
+    keep_float32(transformer)
+    for layer_name, layer in layers.items():
+        _fill(transformer.get_submodule(layer_name), name, layer)
+
+
+def detach(transformer: Any, name: str) -> None:
+    """Remove an adapter."""
+    transformer.delete_adapters(name)
+
+
+def set_weights(transformer: Any, weights: Mapping[str, float]) -> None:
+    """Make these adapters count, and no others."""
+    transformer.set_adapters(list(weights), weights=list(weights.values()))
+
+
+def trained_layers(transformer: Any, tensors: Mapping[str, Tensor]) -> LoraLayers:
+    """The LoRA under training, from its tensors under PEFT's names."""
+    scales = {n: m.lora_alpha[ADAPTER] for n, m in transformer.named_modules() if isinstance(m, PeftLoraLayer)}
+    parts: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, _, part = key.rpartition(".lora_")
+        parts.setdefault(name, {})[part.partition(".")[0]] = tensor
+    return {
+        name: LoraLayer(found["A"], found["B"], float(scales[name]), found.get("magnitude_vector"))
+        for name, found in parts.items()
+    }
+
+
+def adapter_tensors(transformer: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the adapter under training, under PEFT's names; shared out if the transformer is."""
+    return dict(get_peft_model_state_dict(transformer, adapter_name=ADAPTER))
+
+
+def _fill(module: Any, name: str, layer: LoraLayer) -> None:
+    with torch.no_grad():
+        module.lora_A[name].weight.copy_(layer.down)
+        module.lora_B[name].weight.copy_(layer.up)
+        if layer.magnitude is not None:
+            module.lora_magnitude_vector[name].weight.copy_(layer.magnitude)
+
+
+def _attach_product(transformer: Any, file: AdapterFile, weight: float) -> None:
+    """LoKr and LoHa: through PEFT, from the file's own description."""
+    tensors = {key.removeprefix("transformer."): tensor for key, tensor in file.tensors.items()}
+    for key, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise CheckpointError(f"{file.path}: {key} holds values that are no numbers", "train it again.")
+    try:
+        add(transformer, config_from(file.description), ADAPTER)
+        found = set_peft_model_state_dict(transformer, tensors, ADAPTER)
+    except (KeyError, RuntimeError, TypeError, ConfigError) as error:
+        raise CheckpointError(f"{file.path} does not fit the model: {error}", FOREIGN) from error
+    lacking = [key for key in found.missing_keys if ".lokr_" in key or ".hada_" in key]
+    if found.unexpected_keys or lacking:
+        odd = sorted([*found.unexpected_keys, *lacking])[0]
+        raise CheckpointError(f"{file.path} does not fit the model: {odd} is in one of them only", FOREIGN)
+    set_weights(transformer, {ADAPTER: weight})

@@ -1,0 +1,51 @@
+"""FLUX's layers under the names its authors published them with.
+
+Query, key and value are one layer there, and in single-stream blocks the first layer of the MLP is part of it too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_DOUBLE = {
+    "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "img_attn.proj": ("attn.to_out.0",),
+    "img_mlp.0": ("ff.net.0.proj",),
+    "img_mlp.2": ("ff.net.2",),
+    "img_mod.lin": ("norm1.linear",),
+    "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    "txt_attn.proj": ("attn.to_add_out",),
+    "txt_mlp.0": ("ff_context.net.0.proj",),
+    "txt_mlp.2": ("ff_context.net.2",),
+    "txt_mod.lin": ("norm1_context.linear",),
+}
+_SINGLE = {
+    "linear1": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
+    "linear2": ("proj_out",),
+    "modulation.lin": ("norm.linear",),
+}
+_TOP = {
+    "img_in": ("x_embedder",),
+    "txt_in": ("context_embedder",),
+    "time_in.in_layer": ("time_text_embed.timestep_embedder.linear_1",),
+    "time_in.out_layer": ("time_text_embed.timestep_embedder.linear_2",),
+    "guidance_in.in_layer": ("time_text_embed.guidance_embedder.linear_1",),
+    "guidance_in.out_layer": ("time_text_embed.guidance_embedder.linear_2",),
+    "vector_in.in_layer": ("time_text_embed.text_embedder.linear_1",),
+    "vector_in.out_layer": ("time_text_embed.text_embedder.linear_2",),
+    "final_layer.linear": ("proj_out",),
+}
+_KINDS = (("double_blocks", "transformer_blocks", _DOUBLE), ("single_blocks", "single_transformer_blocks", _SINGLE))
+
+
+def original_names(layers: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The original name of each layer, and the layers of diffusers that it consists of, for a model with these."""
+    known = set(layers)
+    names: dict[str, tuple[str, ...]] = {original: parts for original, parts in _TOP.items() if parts[0] in known}
+    for theirs, ours, parts in _KINDS:
+        numbers = {int(found[1]) for name in known if (found := re.match(rf"{ours}\.(\d+)\.", name))}
+        for number in sorted(numbers):
+            for original, members in parts.items():
+                names[f"{theirs}.{number}.{original}"] = tuple(f"{ours}.{number}.{member}" for member in members)
+    return names

@@ -1,0 +1,291 @@
+"""A LoRA goes through every format and comes back as it was, with its strength."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import diffusers
+import pytest
+import torch
+from diffusers.loaders.lora_conversion_utils import (
+    _convert_kohya_flux_lora_to_diffusers,
+    _convert_non_diffusers_qwen_lora_to_diffusers,
+)
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from qflux.adapters.attach import Weighted, attach, attach_all, set_weights
+from qflux.adapters.export import merge, probe, require_same_output, save_verified
+from qflux.adapters.files import Record, names_of, read_adapter
+from qflux.adapters.formats import from_tensors, to_format
+from qflux.adapters.layers import LoraLayer, LoraLayers, same
+from qflux.adapters.names import Names
+from qflux.errors import CheckpointError
+from qflux.models import get_family
+
+FAMILIES = ("flux-kontext", "qwen-image", "qwen-image-edit", "qwen-image-edit-plus")
+FLUX_WIDTH, FLUX_MLP = 3072, 12288
+
+
+def model(name: str):
+    family = get_family(name)
+    transformer = family.tiny(0).transformer
+    return family, transformer, names_of(family, transformer)
+
+
+def random_lora(names: Names, targets: tuple[str, ...], rank: int = 4, alpha: float = 7.0, dora=False) -> LoraLayers:
+    torch.manual_seed(0)
+    return {
+        name: LoraLayer(
+            torch.randn(rank, inputs) * 0.2,
+            torch.randn(outputs, rank) * 0.2,
+            alpha,
+            torch.rand(outputs) + 0.5 if dora else None,
+        )
+        for name, (outputs, inputs) in names.shapes.items()
+        if any(name == target or name.endswith(f".{target}") for target in targets)
+    }
+
+
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+EVERYTHING = (
+    *ATTENTION,
+    "add_q_proj",
+    "add_v_proj",
+    "to_add_out",
+    "net.0.proj",
+    "net.2",
+    "proj_mlp",
+    "proj_out",
+    "linear",
+)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("targets", [ATTENTION, ("to_k",), EVERYTHING], ids=["attention", "keys only", "everything"])
+def test_diffusers_to_comfyui_and_back_is_bit_identical(name, targets, tmp_path):
+    family, transformer, names = model(name)
+    record = Record(family.name)
+    lora = {n: layer for n, layer in random_lora(names, targets).items() if "norm_out" not in n}
+    save_verified(tmp_path / "a.safetensors", lora, "diffusers", names, record)
+    first = read_adapter(tmp_path / "a.safetensors").layers(family, transformer)
+    save_verified(tmp_path / "b.safetensors", first, "comfyui", names, record)
+    second = read_adapter(tmp_path / "b.safetensors").layers(family, transformer)
+    save_verified(tmp_path / "c.safetensors", second, "diffusers", names, record)
+    assert same(lora, second) is None
+    original, returned = load_file(tmp_path / "a.safetensors"), load_file(tmp_path / "c.safetensors")
+    assert original.keys() == returned.keys()
+    assert all(torch.equal(original[key], returned[key]) for key in original)
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "c.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("form", ["diffusers", "comfyui"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_layer_has_an_explicit_alpha_and_the_file_says_how_it_was_made(name, form, tmp_path):
+    family, _, names = model(name)
+    record = Record(
+        family.name, preprocessing={"target_pixels": 9}, timesteps={"shift": "resolution"}, recipe={"seed": 3}
+    )
+    file = tmp_path / "x.safetensors"
+    save_verified(file, random_lora(names, ATTENTION), form, names, record)
+    tensors = load_file(file)
+    layers = {key.rpartition(".lora_")[0] for key in tensors if ".lora_" in key}
+    assert {key.removesuffix(".alpha") for key in tensors if key.endswith(".alpha")} == layers
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata()
+    said = json.loads(metadata["qflux"])
+    assert (said["family"], said["preprocessing"], said["timesteps"]) == (
+        name,
+        {"target_pixels": 9},
+        {"shift": "resolution"},
+    )
+    assert said["version"]
+    assert metadata["ss_network_alpha"]
+
+
+def full_size_names() -> Names:
+    """The layers of the published FLUX, without its weights."""
+    family = get_family("flux-kontext")
+    with torch.device("meta"):
+        transformer = family.transformer(guidance_embeds=True)
+    return names_of(family, transformer)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [ATTENTION, (*ATTENTION, "proj_mlp", "net.0.proj", "to_add_out", "add_q_proj", "add_k_proj", "add_v_proj")],
+    ids=["attention", "more"],
+)
+def test_what_diffusers_reads_from_the_comfyui_format_has_the_same_effect(targets):
+    """diffusers converts it for the published sizes only, so this is at full size, a few blocks compared."""
+    names = full_size_names()
+    lora = random_lora(names, targets, rank=2, alpha=3.0)
+    keep = ("transformer_blocks.0.", "transformer_blocks.18.", "single_transformer_blocks.37.")
+    lora = {name: layer for name, layer in lora.items() if name.startswith(keep)}
+    theirs = _convert_kohya_flux_lora_to_diffusers(to_format(lora, "comfyui", names))
+    for name, layer in lora.items():
+        down, up = (theirs.pop(f"transformer.{name}.lora_{part}.weight") for part in "AB")
+        assert torch.allclose(up @ down, layer.scale * layer.up @ layer.down, atol=1e-5), name
+    for key, tensor in theirs.items():  # what nobody trained does nothing
+        if key.endswith("lora_B.weight"):
+            assert not tensor.any(), key
+
+
+def test_what_diffusers_reads_from_qwens_comfyui_format_has_the_same_effect():
+    _, _, names = model("qwen-image")
+    lora = random_lora(names, (*ATTENTION, "add_q_proj", "to_add_out", "net.0.proj", "net.2"))
+    theirs = _convert_non_diffusers_qwen_lora_to_diffusers(to_format(lora, "comfyui", names))
+    assert {key.removeprefix("transformer.").rpartition(".lora_")[0] for key in theirs} == set(lora)
+    for name, layer in lora.items():
+        down, up = (theirs[f"transformer.{name}.lora_{part}.weight"] for part in "AB")
+        assert torch.allclose(up @ down, layer.scale * layer.up @ layer.down, atol=1e-5), name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("alpha", [1.0, 4.0, 10.0])
+def test_a_file_loads_into_diffusers_with_no_unmatched_key_and_its_strength(name, alpha, tmp_path, caplog):
+    family, transformer, names = model(name)
+    lora = random_lora(names, ATTENTION, alpha=alpha)
+    save_verified(tmp_path / "pytorch_lora_weights.safetensors", lora, "diffusers", names, Record(name))
+    attach(transformer, lora, "mine")
+    set_weights(transformer, {"mine": 1.0})
+    ours = probe(transformer, family)
+
+    parts = family.tiny(0)
+    pipeline = getattr(diffusers, family.pipeline)(
+        **{key: value for key, value in vars(parts).items() if value is not None}
+    )
+    logging.getLogger("diffusers").propagate = True
+    with caplog.at_level(logging.WARNING):
+        pipeline.load_lora_weights(tmp_path)
+    assert not [record.message for record in caplog.records if "led to" in record.message]
+    assert torch.allclose(probe(pipeline.transformer, family), ours, atol=1e-5)
+
+
+def test_a_foreign_kohya_file_without_a_record_loads_with_its_effect(tmp_path):
+    """Nothing says what was put together: every part gets the whole."""
+    family, transformer, names = model("flux-kontext")
+    lora = random_lora(names, ATTENTION)
+    save_file(to_format(lora, "comfyui", names), tmp_path / "foreign.safetensors")
+    loaded = read_adapter(tmp_path / "foreign.safetensors").layers(family, transformer)
+    assert loaded.keys() == lora.keys()
+    assert require_same_output(transformer, family, lora, loaded) < 1e-5
+
+
+def test_a_foreign_peft_file_takes_alpha_from_its_description_or_from_its_rank(tmp_path):
+    family, transformer, names = model("flux-kontext")
+    lora = random_lora(names, ATTENTION, rank=4, alpha=8.0)
+    plain = {k: t for k, t in to_format(lora, "diffusers", names).items() if not k.endswith(".alpha")}
+    described = {"lora_adapter_metadata": json.dumps({"transformer.lora_alpha": 8, "transformer.r": 4})}
+    for metadata, alpha in ((described, 8.0), ({}, 4.0)):
+        save_file(plain, tmp_path / "x.safetensors", metadata)
+        layers = read_adapter(tmp_path / "x.safetensors").layers(family, transformer)
+        assert {layer.alpha for layer in layers.values()} == {alpha}
+
+
+def test_parts_of_different_strength_keep_their_effect_when_put_together():
+    family, transformer, names = model("flux-kontext")
+    lora = random_lora(names, ATTENTION)
+    lora = {n: LoraLayer(layer.down, layer.up, 2.0 if "to_k" in n else 7.0) for n, layer in lora.items()}
+    back = from_tensors("x", to_format(lora, "comfyui", names), names)
+    assert require_same_output(transformer, family, lora, back) < 1e-5
+
+
+REFUSED = {
+    "a layer the base lacks": (lambda n, o: {"transformer.layers.99.to_q": n}, r"no layer layers\.99\.to_q"),
+    "another width": (lambda n, o: {o: LoraLayer(n.down[:, :-1], n.up, 4.0)}, "has shapes"),
+    "another number of outputs": (lambda n, o: {o: LoraLayer(n.down, n.up[:-1], 4.0)}, "has shapes"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_lora_that_does_not_fit_is_refused_with_the_layers_name(case, tmp_path):
+    family, transformer, names = model("flux-kontext")
+    name, layer = next(iter(random_lora(names, ("to_q",)).items()))
+    change, message = REFUSED[case]
+    tensors = {}
+    for key, changed in change(layer, f"transformer.{name}").items():
+        tensors |= {f"{key}.lora_A.weight": changed.down.contiguous(), f"{key}.lora_B.weight": changed.up.contiguous()}
+    save_file(tensors, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        attach_all(transformer, family, [Weighted(tmp_path / "x.safetensors")])
+
+
+@pytest.mark.parametrize("form", ["diffusers", "comfyui"])
+def test_a_lora_for_another_family_is_refused(form, tmp_path):
+    flux, _, names = model("flux-kontext")
+    qwen, transformer, _ = model("qwen-image")
+    save_verified(tmp_path / "x.safetensors", random_lora(names, ATTENTION), form, names, Record(flux.name))
+    with pytest.raises(CheckpointError, match="was trained for flux-kontext, the config says qwen-image"):
+        attach_all(transformer, qwen, [Weighted(tmp_path / "x.safetensors")])
+    save_file(load_file(tmp_path / "x.safetensors"), tmp_path / "y.safetensors")  # it no longer says so
+    with pytest.raises(CheckpointError, match=r"(no layer|has shapes).*(single|blocks)"):
+        attach_all(transformer, qwen, [Weighted(tmp_path / "y.safetensors")])
+
+
+def test_several_loras_count_by_their_weights(tmp_path):
+    family, transformer, names = model("flux-kontext")
+    first, second = random_lora(names, ATTENTION), random_lora(names, ("to_v",), rank=2, alpha=2.0)
+    for file, lora in (("a", first), ("b", second)):
+        save_verified(tmp_path / f"{file}.safetensors", lora, "diffusers", names, Record(family.name))
+    attach_all(
+        transformer, family, [Weighted(tmp_path / "a.safetensors", 0.5), Weighted(tmp_path / "b.safetensors", -1.5)]
+    )
+    attached = probe(transformer, family)
+    plain = family.tiny(0).transformer
+    for weight, lora in ((0.5, first), (-1.5, second)):
+        for name, layer in lora.items():
+            plain.get_submodule(name).weight.data += weight * layer.scale * layer.up @ layer.down
+    assert torch.allclose(attached, probe(plain, family), atol=1e-5)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit-plus"])
+def test_merged_weights_reproduce_base_and_lora(name, dora):
+    family, transformer, names = model(name)
+    lora = random_lora(names, ATTENTION, dora=dora)
+    merged = family.tiny(0).transformer
+    report = merge(merged, [(lora, 1.0)])
+    attach(transformer, lora, "x")
+    set_weights(transformer, {"x": 1.0})
+    assert torch.allclose(probe(merged, family), probe(transformer, family), atol=1e-5)
+    assert report.layers == len(lora)
+    assert report.lost < 1e-6
+
+
+def test_merging_into_bf16_reports_the_share_lost_to_rounding():
+    family, _, names = model("flux-kontext")
+    lora = random_lora(names, ATTENTION)
+    small = {n: LoraLayer(layer.down, layer.up * 1e-3, layer.alpha) for n, layer in lora.items()}
+    shares = []
+    for layers in (lora, small):
+        base = family.tiny(0).transformer.to(torch.bfloat16)
+        before = {n: base.get_submodule(n).weight.float() for n in layers}
+        shares.append(merge(base, [(layers, 1.0)]).lost)
+        wanted = sum(layer.change(before[n]).square().sum() for n, layer in layers.items())
+        left = sum(
+            (base.get_submodule(n).weight.float() - before[n] - layer.change(before[n])).square().sum()
+            for n, layer in layers.items()
+        )
+        assert shares[-1] == pytest.approx(float((left / wanted).sqrt()), rel=1e-3)
+    assert shares[0] < 0.05 < shares[1]
+
+
+def test_a_file_that_does_not_read_back_is_not_written_and_the_previous_one_stays(tmp_path, monkeypatch):
+    family, _, names = model("flux-kontext")
+    file = tmp_path / "x.safetensors"
+    save_verified(file, random_lora(names, ("to_q",)), "diffusers", names, Record(family.name))
+    before = file.read_bytes()
+    broken = lambda layers, form, names: {k: t * 2 for k, t in to_format(layers, form, names).items()}  # noqa: E731
+    monkeypatch.setattr("qflux.adapters.files.to_format", broken)
+    with pytest.raises(CheckpointError, match=r"was not written: read back as comfyui, .* is not what was trained"):
+        save_verified(file, random_lora(names, ("to_q",)), "comfyui", names, Record(family.name))
+    assert file.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def test_dora_can_be_fused_into_no_original_layer_and_says_so(tmp_path):
+    _, _, names = model("flux-kontext")
+    with pytest.raises(CheckpointError, match=r"DoRA of .* can't be put together"):
+        to_format(random_lora(names, ATTENTION, dora=True), "comfyui", names)
