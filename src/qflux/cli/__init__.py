@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import logging
-import math
 import os
 import sys
 import time
@@ -20,6 +18,8 @@ from rich.progress import TaskID
 from rich.table import Table
 
 from qflux.cli.cache import cache_app
+from qflux.cli.export import export
+from qflux.cli.predict import predict
 from qflux.cli.terminal import (
     ConfigFile,
     Overrides,
@@ -31,7 +31,7 @@ from qflux.cli.terminal import (
     say,
     trainer_of,
 )
-from qflux.errors import DataError, Interrupted, QfluxError
+from qflux.errors import Interrupted, QfluxError
 
 if TYPE_CHECKING:
     from qflux.training.metrics import StepReport
@@ -160,70 +160,8 @@ def _progress_note(report: StepReport) -> str:
     return "  ".join(parts)
 
 
-@app.command()
-def predict(
-    config: ConfigFile,
-    prompt: Annotated[str, typer.Option(help="The instruction.")],
-    image: Annotated[
-        list[Path] | None, typer.Option(help="Control image; repeat for several, the first is the one to edit.")
-    ] = None,
-    output: Annotated[Path, typer.Option(help="Where the result goes.")] = Path("prediction.png"),
-    lora: Annotated[Path | None, typer.Option(help="A LoRA file or an adapter folder.")] = None,
-    lora_scale: Annotated[float, typer.Option(help="Strength of the LoRA.")] = 1.0,
-    prompt_2: Annotated[str | None, typer.Option(help="Prompt of the second text encoder, if another.")] = None,
-    negative_prompt: Annotated[
-        str | None, typer.Option(help="Switches true CFG on. Default: predict.negative_prompt.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Default: predict.seed.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Default: predict.num_inference_steps.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="Default: predict.guidance_scale.")] = None,
-    height: Annotated[int | None, typer.Option(min=16, help="Of the result, with --width; a multiple of 16.")] = None,
-    width: Annotated[int | None, typer.Option(min=16, help="Of the result, with --height; a multiple of 16.")] = None,
-    set_: Overrides = None,
-) -> None:
-    """Edit one image."""
-    from PIL import Image  # noqa: PLC0415
-
-    from qflux.adapters.attach import Weighted  # noqa: PLC0415
-    from qflux.data.images import ImageFile, load_rgb  # noqa: PLC0415
-    from qflux.data.store import write_bytes  # noqa: PLC0415
-    from qflux.sampling.predict import Edit  # noqa: PLC0415
-
-    output = output.expanduser()
-    if (height is None) != (width is None):
-        raise DataError("--height and --width go together", "give both or neither.")
-    if output.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
-        raise DataError(f"--output {output} is no image file name", "use .png, .jpg or .webp.")
-    if output.is_dir():
-        raise DataError(f"--output {output} is a folder", "give a file name.")
-    if lora is None and lora_scale != 1.0:
-        raise DataError("--lora-scale has no effect without --lora", "give both or neither.")
-    if not math.isfinite(lora_scale) or (guidance is not None and not math.isfinite(guidance)):
-        raise DataError("--lora-scale and --guidance must be numbers")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    trainer = trainer_of(config, set_)
-    settings = trainer.config.predict
-    edit = Edit(
-        controls=tuple(load_rgb(ImageFile(path)) for path in image or []),
-        prompt=prompt,
-        prompt_2=prompt_2,
-        negative_prompt=settings.negative_prompt if negative_prompt is None else negative_prompt,
-        seed=settings.seed if seed is None else seed,
-        size=(height, width) if height and width else None,
-    )
-    predictor = trainer.predictor([Weighted(lora, lora_scale)] if lora else ())
-    with progress_bar() as bar:
-        task = bar.add_task("predict", total=None, note="")
-        (result,) = predictor(
-            [edit],
-            steps,
-            guidance,
-            lambda done, total: bar.update(task, completed=done, total=total),
-        )
-    buffer = io.BytesIO()
-    result.save(buffer, Image.registered_extensions()[output.suffix.lower()])
-    write_bytes(output, buffer.getvalue())
-    say(f"{result.width}x{result.height}, seed {edit.seed}: {output}")
+app.command(name="predict")(predict)
+app.command(name="export")(export)
 
 
 # typer brings its own copy of click, depending on its version; its public exceptions lead to the right one.

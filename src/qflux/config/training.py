@@ -191,4 +191,8 @@ class PredictSettings(Section):
     guidance_scale: float = Field(default=3.5, description="told to guidance-distilled models (FLUX)")
     negative_prompt: str | None = Field(default=None, description="switches true CFG on; may be a space")
     true_cfg_scale: float | None = Field(default=None, description="default: 1 for FLUX (off), 4 for Qwen")
+    max_tokens: int = Field(default=32768, ge=1, description="image tokens of a batch of jobs; a larger job runs alone")
+    preprocessing: Literal["lora", "config"] = Field(
+        default="lora", description="how images reach their size: as the LoRA was trained, or as data.processor says"
+    )
     seed: Seed = 0

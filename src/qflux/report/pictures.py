@@ -50,7 +50,9 @@ def edit_grid(rows: Sequence[GridRow], columns: Sequence[str], scale: float = 1.
         for column, width in zip(columns, widths, strict=True):
             if column in row.images:
                 image = row.images[column]
-                canvas.paste(image.resize((round(image.width * scale), round(image.height * scale))), (left, top))
+                canvas.paste(
+                    image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale)))), (left, top)
+                )
             left += width + GAP
         first = next(iter(row.images.values()))
         pen.text((MARGIN, top + height + 3), f"{row.caption}  ({first.width}x{first.height})", FAINT, small)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,17 +11,17 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from qflux.config import STEP, Config
+from qflux.config import STEP, Config, ProcessorSettings
 from qflux.data.encoded import Prompt
-from qflux.data.geometry import ImageProcessor
+from qflux.data.geometry import ImageProcessor, Transform
 from qflux.data.images import to_image, to_pixels, to_rgb
 from qflux.errors import DataError
 from qflux.models.family import Family, text_limit
-from qflux.ragged.layout import ImageShape
+from qflux.ragged.layout import ImageShape, image_tokens
 from qflux.ragged.patches import pack, token_shape
 from qflux.sampling.sampler import OnStep, Prepared, Sampler
 
-MOST_PIXELS = 4096 * 4096
+MOST_PIXELS, MOST_SIDE = 4096 * 4096, 8192
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,16 @@ class Edit:
 
 
 class Predictor:
-    """A model ready to edit. The config's preprocessing is applied: what the model was trained on is what it gets."""
+    """A model ready to edit. Images are preprocessed by `processor`, by default the config's: as in training."""
 
-    def __init__(self, family: Family, components: Any, config: Config) -> None:
+    def __init__(
+        self, family: Family, components: Any, config: Config, processor: ProcessorSettings | None = None
+    ) -> None:
         self._family = family
         self._transformer = components.transformer
         self._sampler = Sampler(family, components.transformer, components.scheduler)
         self._encoder = family.encoder(components, text_limit(config, family))
-        self._processor = ImageProcessor(config.data.processor)
+        self._processor = ImageProcessor(processor or config.data.processor)
         self._settings = config.predict
 
     def __call__(
@@ -57,10 +60,21 @@ class Predictor:
         on_step: OnStep | None = None,
     ) -> list[Image.Image]:
         """The edited images; steps and guidance are the config's unless given."""
-        results = self.latents(edits, steps, guidance, on_step)
-        return [to_image(self._encoder.decode_image(tokens, shape)) for tokens, shape in results]
+        return self.draw([self.prepare(edit) for edit in edits], steps, guidance, on_step)
 
-    @torch.no_grad()
+    def draw(
+        self,
+        prepared: Sequence[Prepared],
+        steps: int | None = None,
+        guidance: float | None = None,
+        on_step: OnStep | None = None,
+    ) -> list[Image.Image]:
+        """The images of prepared edits, as one batch."""
+        latents = self._denoised(prepared, steps, guidance, on_step)
+        with torch.no_grad():
+            pixels = [self._encoder.decode_image(t, item.target) for t, item in zip(latents, prepared, strict=True)]
+        return [to_image(image) for image in pixels]
+
     def latents(
         self,
         edits: Sequence[Edit],
@@ -69,27 +83,64 @@ class Predictor:
         on_step: OnStep | None = None,
     ) -> list[tuple[Tensor, ImageShape]]:
         """Denoised tokens of every edit, with their shapes."""
-        settings, defaults = self._settings, self._family.defaults
-        prepared = [self._prepare(edit) for edit in edits]
-        tokens = self._sampler(
-            prepared,
-            steps or settings.num_inference_steps or defaults.num_inference_steps,
-            settings.guidance_scale if guidance is None else guidance,
-            defaults.true_cfg_scale if settings.true_cfg_scale is None else settings.true_cfg_scale,
-            on_step,
-        )
+        prepared = [self.prepare(edit) for edit in edits]
+        tokens = self._denoised(prepared, steps, guidance, on_step)
         return [(latents, item.target) for latents, item in zip(tokens, prepared, strict=True)]
 
-    def _prepare(self, edit: Edit) -> Prepared:
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Inside, edits are those of the base."""
+        has_some = bool(getattr(self._transformer, "peft_config", None))
+        if has_some:
+            self._transformer.disable_lora()
+        try:
+            yield
+        finally:
+            if has_some:
+                self._transformer.enable_lora()
+
+    def settings(self, steps: int | None = None, guidance: float | None = None) -> dict[str, Any]:
+        """Everything besides the edit that its image depends on."""
+        settings, defaults = self._settings, self._family.defaults
+        cfg = defaults.true_cfg_scale if settings.true_cfg_scale is None else settings.true_cfg_scale
+        return {
+            "num_inference_steps": steps or settings.num_inference_steps or defaults.num_inference_steps,
+            "guidance_scale": settings.guidance_scale if guidance is None else guidance,
+            "true_cfg_scale": cfg,
+        }
+
+    def _denoised(
+        self, prepared: Sequence[Prepared], steps: int | None, guidance: float | None, on_step: OnStep | None
+    ) -> list[Tensor]:
+        chosen = self.settings(steps, guidance)
+        return self._sampler(
+            prepared,
+            chosen["num_inference_steps"],
+            chosen["guidance_scale"],
+            chosen["true_cfg_scale"],
+            on_step,
+        )
+
+    def tokens(self, sizes: Sequence[tuple[int, int]], size: tuple[int, int] | None) -> int:
+        """Image tokens of an edit with controls of these (width, height) and this output (height, width)."""
+        shapes = [token_shape(*self._transform(index, *pixels).size) for index, pixels in enumerate(sizes)]
+        target = token_shape(*_checked(size)) if size else (shapes or [self._default_shape()])[0]
+        return image_tokens([target, *shapes])
+
+    def _transform(self, index: int, width: int, height: int) -> Transform:
+        name = f"control image {index + 1}"
+        if index == 0:
+            return self._processor.target(width, height, name)
+        return self._processor.control(index - 1, width, height, name)
+
+    @torch.no_grad()
+    def prepare(self, edit: Edit) -> Prepared:
+        """Encode an edit."""
         device, dtype = self._transformer.device, self._transformer.dtype
         self._family.check_controls(len(edit.controls), "edit")
         controls, shapes, seen = [], [], []
         for index, image in enumerate(map(to_rgb, edit.controls)):
-            name = f"control image {index + 1}"
-            if index == 0:
-                transform = self._processor.target(image.width, image.height, name)
-            else:
-                transform = self._processor.control(index - 1, image.width, image.height, name)
+            transform = self._transform(index, image.width, image.height)
             controls.append(self._encoder.encode_images([to_pixels(transform(image))])[0].to(device))
             shapes.append(token_shape(*transform.size))
             view = self._family.prompt_view(index, image.size, transform)
@@ -119,6 +170,6 @@ class Predictor:
 def _checked(size: tuple[int, int]) -> tuple[int, int]:
     if any(side < STEP or side % STEP for side in size):
         raise DataError(f"the size {size[0]}x{size[1]} is not possible", f"use multiples of {STEP} pixels.")
-    if size[0] * size[1] > MOST_PIXELS:
+    if size[0] * size[1] > MOST_PIXELS or max(size) > MOST_SIDE:
         raise DataError(f"the size {size[0]}x{size[1]} is beyond anything the models know", "use at most 4096x4096.")
     return size

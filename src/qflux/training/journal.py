@@ -11,9 +11,12 @@ from typing import Any
 
 import yaml
 
+from qflux.adapters.files import Record
+from qflux.adapters.publish import write_card
 from qflux.config import Config
 from qflux.data.plan import PlannedStep
 from qflux.data.store import write_bytes
+from qflux.models import get_family
 from qflux.report.pictures import GridRow, edit_grid, write_png
 from qflux.training.encode import PlannedSet
 from qflux.training.ledger import Ledger
@@ -31,6 +34,7 @@ class Journal:
     def __init__(self, config: Config, planned: PlannedSet, done: int, listener: Listener | None) -> None:
         folder = config.run_dir
         write_bytes(folder / "config.yaml", yaml.safe_dump(config.dump(), sort_keys=False).encode())
+        self._config = config
         self._folder = folder
         self._metrics = LineFile(folder / "metrics.jsonl", done)
         self._validation = LineFile(folder / "validation.jsonl", done)
@@ -64,6 +68,12 @@ class Journal:
             tracker.log(done, numbers)
             if picture:
                 tracker.image(done, "validation/edits", picture)
+
+    def card(self, adapter: Path) -> None:
+        """`README.md` beside the adapter, with the newest edits."""
+        pictures = sorted((self._folder / "samples").glob("step-*.png"))
+        record, pipeline = Record.of(self._config), get_family(self._config.family).pipeline
+        write_card(adapter.parent, record, pipeline, adapter.name, pictures[-1] if pictures else None)
 
     def close(self) -> None:
         for tracker in self._trackers:

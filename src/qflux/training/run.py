@@ -275,6 +275,8 @@ class Run:
     def _finish(self, done: int, found: Validation | None) -> FitResult:
         folder = self._config.run_dir
         result = self._write(folder / ("transformer" if self._model.is_full else "adapter"))
+        if not self._model.is_full and self._journal:
+            self._journal.card(result)
         losses = [report.loss for report in self._reports]
         return FitResult(
             result,

@@ -22,7 +22,8 @@ from PIL import Image
 from torch import nn
 
 from qflux.adapters.attach import Weighted, attach_all
-from qflux.config import Config
+from qflux.adapters.files import Record
+from qflux.config import Config, ProcessorSettings, load_config
 from qflux.data.cache import EmbeddingCacheManager
 from qflux.data.claims import Claims
 from qflux.data.inspect import Inspected, inspect
@@ -218,9 +219,23 @@ class Trainer:
         parts = ("scheduler", *self.family.text_parts, *self.family.image_parts)
         components = self.family.load(self.config.model.pretrained, parts, self.dtype, self.device)
         components.transformer = load_transformer(self.family.transformer, self.config.model, self.dtype, self.device)
-        if adapters:
-            attach_all(components.transformer, self.family, adapters)
-        return Predictor(self.family, components, self.config)
+        records = attach_all(components.transformer, self.family, adapters) if adapters else []
+        return Predictor(self.family, components, self.config, self._preprocessing(records))
+
+    def _preprocessing(self, records: Sequence[Record]) -> ProcessorSettings | None:
+        """How the images of the adapters' runs reached their size, if that is known and wanted."""
+        if not records or self.config.predict.preprocessing == "config":
+            return None
+        recorded, *others = [record.preprocessing for record in records]
+        if any(other != recorded for other in others):
+            logger.warning("the LoRAs were trained with different preprocessing; the first one's is used")
+        try:
+            return load_config(
+                {**self.config.dump(), "data": {**self.config.dump()["data"], "processor": recorded}}
+            ).data.processor
+        except ConfigError as error:
+            logger.warning("the LoRA's preprocessing can't be used, data.processor is: %s", error.problem)
+            return None
 
     def _transformer(self, world: World) -> nn.Module:
         """As it is before training: float32 if all of it trains; on the host if it is about to be shared out."""

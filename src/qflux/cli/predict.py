@@ -1,0 +1,196 @@
+"""`qflux predict`: one edit, or a list of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qflux.cli.terminal import ConfigFile, Overrides, progress_bar, say, trainer_of
+from qflux.errors import DataError, collected
+
+if TYPE_CHECKING:
+    from qflux.adapters.attach import Weighted
+    from qflux.sampling.predict import Predictor
+    from qflux.training.trainer import Trainer
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+
+Loras = Annotated[
+    list[Path] | None, typer.Option("--lora", help="A LoRA file or an adapter folder; repeat for several.")
+]
+LoraScales = Annotated[
+    list[float] | None, typer.Option("--lora-scale", help="Strength of the LoRA; repeat for several, in their order.")
+]
+
+
+def predict(
+    config: ConfigFile,
+    prompt: Annotated[str | None, typer.Option(help="The instruction; with --jobs: for jobs that have none.")] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option(help="Control image; repeat for several, the first is the one to edit.")
+    ] = None,
+    jobs: Annotated[
+        Path | None, typer.Option(help="Many edits: a folder of images, a .csv or a .jsonl; --output is a folder then.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Where the result goes. Default: prediction.png, or the folder predictions.")
+    ] = None,
+    lora: Loras = None,
+    lora_scale: LoraScales = None,
+    prompt_2: Annotated[str | None, typer.Option(help="Prompt of the second text encoder, if another.")] = None,
+    negative_prompt: Annotated[
+        str | None, typer.Option(help="Switches true CFG on. Default: predict.negative_prompt.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Default: predict.seed.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Default: predict.num_inference_steps.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Default: predict.guidance_scale.")] = None,
+    height: Annotated[int | None, typer.Option(min=16, help="Of the result, with --width; a multiple of 16.")] = None,
+    width: Annotated[int | None, typer.Option(min=16, help="Of the result, with --height; a multiple of 16.")] = None,
+    set_: Overrides = None,
+) -> None:
+    """Edit one image, or many: --jobs.
+
+    qflux predict --config recipes/flux-kontext.yaml --image photo.jpg --prompt "make it snow" --lora runs/my/adapter
+    """
+    if guidance is not None and not math.isfinite(guidance):
+        raise DataError("--guidance must be a number")
+    if (height is None) != (width is None):
+        raise DataError("--height and --width go together", "give both or neither.")
+    settings = list(set_ or [])
+    settings += [f"predict.num_inference_steps={steps}"] if steps is not None else []
+    settings += [f"predict.guidance_scale={guidance}"] if guidance is not None else []
+    settings += [f"predict.seed={seed}"] if seed is not None else []
+    loras = weighted(lora, lora_scale)
+    if jobs is not None:
+        alone = {"--image": image, "--prompt-2": prompt_2, "--height": height}
+        given = [name for name, value in alone.items() if value]
+        if given:
+            raise DataError(f"{given[0]} is for one edit, --jobs for many", "put it into the list of jobs.")
+        _predict_many(trainer_of(config, settings), jobs, output or Path("predictions"), prompt, negative_prompt, loras)
+        return
+    if prompt is None:
+        raise DataError("there is no --prompt", "say what to do, or give --jobs.")
+    size = (height, width) if height and width else None
+    target = _image_file(output or Path("prediction.png"))
+    _predict_one(trainer_of(config, settings), image or [], (prompt, prompt_2, negative_prompt), size, target, loras)
+
+
+def _predict_one(
+    trainer: Trainer,
+    images: Sequence[Path],
+    prompts: tuple[str, str | None, str | None],
+    size: tuple[int, int] | None,
+    output: Path,
+    loras: list[Weighted],
+) -> None:
+    from qflux.data.images import ImageFile, load_rgb  # noqa: PLC0415
+    from qflux.data.store import write_bytes  # noqa: PLC0415
+    from qflux.sampling.gallery import encoded  # noqa: PLC0415
+    from qflux.sampling.predict import Edit  # noqa: PLC0415
+
+    settings = trainer.config.predict
+    prompt, prompt_2, negative = prompts
+    edit = Edit(
+        controls=tuple(load_rgb(ImageFile(path)) for path in images),
+        prompt=prompt,
+        prompt_2=prompt_2,
+        negative_prompt=settings.negative_prompt if negative is None else negative,
+        seed=settings.seed,
+        size=size,
+    )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    predictor = trainer.predictor(loras)
+    with progress_bar() as bar:
+        task = bar.add_task("predict", total=None, note="")
+        (result,) = predictor([edit], on_step=lambda done, total: bar.update(task, completed=done, total=total))
+    notes = {
+        "prompt": prompt,
+        "prompt_2": prompt_2,
+        "negative_prompt": edit.negative_prompt,
+        "seed": edit.seed,
+        "size": [result.height, result.width],
+        **_circumstances(trainer, predictor, loras),
+    }
+    write_bytes(output, encoded(result, output.suffix.lower(), notes))
+    say(f"{result.width}x{result.height}, seed {edit.seed}: {output}")
+
+
+def _predict_many(
+    trainer: Trainer,
+    jobs: Path,
+    output: Path,
+    prompt: str | None,
+    negative_prompt: str | None,
+    loras: list[Weighted],
+) -> None:
+    from qflux.sampling.job_run import JobRun  # noqa: PLC0415
+    from qflux.sampling.jobs import read_jobs  # noqa: PLC0415
+
+    listed = read_jobs(jobs.expanduser(), prompt)
+    output = output.expanduser()
+    if output.exists() and not output.is_dir():
+        raise DataError(f"--output {output} is no folder", "with --jobs, give a folder.")
+    settings = trainer.config.predict
+    negative = settings.negative_prompt if negative_prompt is None else negative_prompt
+    predictor = trainer.predictor(loras)
+    run = JobRun(predictor, output, _circumstances(trainer, predictor, loras), settings.seed, settings.max_tokens)
+    with progress_bar() as bar:
+        task = bar.add_task("predict", total=len(listed.jobs), note="")
+        report = run(
+            listed.jobs, negative, lambda done, total, note: bar.update(task, completed=done, total=total, note=note)
+        )
+    kept = f", {len(report.kept)} were there already" if report.kept else ""
+    say(f"{len(report.made)} images made{kept}: {output}")
+    if report.sheet:
+        say(str(report.sheet))
+    problems = [*listed.problems, *report.problems]
+    if problems:
+        total = len(listed.jobs) + len(listed.problems)
+        raise collected(
+            DataError,
+            f"{len(problems)} of {total} jobs can't be done; the others are",
+            problems,
+            "mend them and run again.",
+        )
+
+
+def _circumstances(trainer: Trainer, predictor: Predictor, loras: list[Weighted]) -> dict[str, Any]:
+    """What an image depends on besides its edit; it is written into the file."""
+    from qflux.adapters.files import read_adapter  # noqa: PLC0415
+    from qflux.data.store import file_hash  # noqa: PLC0415
+    from qflux.version import VERSION  # noqa: PLC0415
+
+    files = [(read_adapter(adapter.path).path, adapter.weight) for adapter in loras]
+    return {
+        "software": f"qflux {VERSION}",
+        "family": trainer.config.family,
+        "model": Path(trainer.config.model.pretrained).name,
+        "adapters": [{"name": file.name, "sha256": file_hash(file), "weight": weight} for file, weight in files],
+        **predictor.settings(),
+    }
+
+
+def weighted(loras: Sequence[Path] | None, scales: Sequence[float] | None) -> list[Weighted]:
+    from qflux.adapters.attach import Weighted  # noqa: PLC0415
+
+    paths, weights = list(loras or []), list(scales or [])
+    if weights and not paths:
+        raise DataError("--lora-scale has no effect without --lora", "give both or neither.")
+    if len(weights) not in (0, len(paths)):
+        raise DataError(f"{len(paths)} --lora and {len(weights)} --lora-scale", "give a scale for each, or none.")
+    if not all(math.isfinite(weight) for weight in weights):
+        raise DataError("--lora-scale must be a number")
+    return [Weighted(p.expanduser(), w) for p, w in zip(paths, weights or [1.0] * len(paths), strict=True)]
+
+
+def _image_file(output: Path) -> Path:
+    output = output.expanduser()
+    if output.suffix.lower() not in SUFFIXES:
+        raise DataError(f"--output {output} is no image file name", "use .png, .jpg or .webp.")
+    if output.is_dir():
+        raise DataError(f"--output {output} is a folder", "give a file name.")
+    return output
