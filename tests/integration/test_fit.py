@@ -518,3 +518,77 @@ def test_the_command_line_says_how_it_ended(config, tmp_path, capsys):
     assert "held-out loss" in output
     assert "best checkpoint" in output
     assert load_config(settings.run_dir / "config.yaml") == settings
+
+
+def test_the_largest_batch_is_tried_with_everything_dropout_could_take_away(config, monkeypatch):
+    settings = config("train.control_dropout=0.9", "train.caption_dropout=0.9", "cache.path=null")
+    Trainer(settings).cache()
+    seen = []
+    original = preflight.rehearse
+    monkeypatch.setattr(run_module, "rehearse", lambda batch, *rest: (seen.append(batch), original(batch, *rest)))
+    Trainer(settings).fit()
+    (batch,) = seen
+    assert all(len(shapes) > 1 for shapes in batch.img_shapes)
+
+
+def test_what_a_killed_preflight_leaves_does_not_matter(config):
+    settings = config()
+    torn = settings.run_dir / ".preflight" / "step-00000000"
+    torn.mkdir(parents=True)
+    (torn / "manifest.json").write_text("{}")
+    Trainer(settings).fit()
+    assert not torn.parent.exists()
+
+
+def test_a_resumed_run_needs_no_room_for_checkpoints_it_has(config, monkeypatch):
+    settings = config("train.max_train_steps=1")
+    Trainer(settings).fit()
+    there = sum(f.stat().st_size for f in (settings.run_dir / "checkpoints").rglob("*") if f.is_file())
+    usage = shutil.disk_usage("/")._replace(free=3 * there)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage)
+    Trainer(config("train.max_train_steps=2")).fit()
+
+
+def test_a_run_stopped_at_a_checkpoint_validates_it_when_it_goes_on(config):
+    shared = [*HELD_OUT, "validation.images=0", "train.max_train_steps=4", "train.checkpoint_every=2"]
+    whole, stopped = config(*shared, "run_name=whole"), config(*shared, "run_name=stopped")
+
+    def stop(report) -> None:
+        if report.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Trainer(whole).fit()
+    with pytest.raises(Interrupted):
+        Trainer(stopped).fit(stop)
+    Trainer(stopped).fit()
+    assert lines(stopped, "validation.jsonl") == lines(whole, "validation.jsonl")
+    for settings in (whole, stopped):
+        saved = settings.run_dir / "checkpoints" / "step-00000002" / "state.json"
+        assert json.loads(saved.read_text())["held_out"] is not None
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "arguments"),
+    [("torchao.optim.AdamW8bit", "{lr: 0.001, block_size: 64}"), ("torch.optim.Muon", "{lr: 0.01}")],
+)
+def test_optimizers_from_elsewhere_train_and_resume_exactly(config, optimizer, arguments):
+    shared = [f"optimizer.class_path={optimizer}", f"optimizer.init_args={arguments}", "lora.rank=64"]
+    whole = Trainer(config(*shared, "run_name=whole", "train.max_train_steps=4")).fit()
+    Trainer(config(*shared, "run_name=part", "train.max_train_steps=2")).fit()
+    rest = Trainer(config(*shared, "run_name=part", "train.max_train_steps=4")).fit()
+    assert rest.adapter.read_bytes() == whole.adapter.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("loss.timesteps.fixed_shift=2.0", "fixed_shift is for shift: fixed"),
+        ("loss.timesteps={density: uniform, std: 2.0}", "std is for density: logit_normal"),
+        ("loss.timesteps.mode_scale=1.0", "mode_scale is for density: mode"),
+        ("train.lr_power=2.0", "lr_power is for lr_scheduler: polynomial"),
+        ("train.gradient_checkpointing=1", "2 and more"),
+    ],
+)
+def test_a_setting_without_effect_is_an_error(config, setting, message):
+    with pytest.raises(ConfigError, match=message):
+        config(setting)

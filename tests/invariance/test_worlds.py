@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -132,3 +134,23 @@ def test_a_run_may_go_on_with_another_number_of_processes(recipe, tmp_path):
         )
         moved = trained(config, size, tmp_path / f"moved-{steps}")
     assert relative_difference(alone, moved[0]) <= 1e-6
+
+
+@pytest.mark.parametrize("extra", [["train.ema={decay: 0.9}"], ["train.ema=null"]], ids=["ema", "plain"])
+def test_validation_and_resuming_do_not_disturb_a_sharded_model(recipe, extra, tmp_path):
+    """Weights that stay gathered after validation would not see what is written into their shards."""
+    shared = [*extra, "train.method=full", "train.distributed=fsdp", "train.max_train_steps=4", "validation.images=1"]
+    name = f"sharded-{'ema' if 'decay' in extra[0] else 'plain'}"
+    rarely, _ = trained(recipe(*shared, f"run_name={name}-rarely"), 2, tmp_path / "a")
+    often, _ = trained(recipe(*shared, f"run_name={name}-often", "train.checkpoint_every=1"), 2, tmp_path / "b")
+    trained(recipe(*shared, f"run_name={name}-part", "train.max_train_steps=2"), 2, tmp_path / "c")
+    resumed, _ = trained(recipe(*shared, f"run_name={name}-part"), 2, tmp_path / "d")
+    for other in (often, resumed):
+        assert all(torch.equal(rarely[key], other[key]) for key in rarely)
+
+
+def test_a_transformer_written_from_shards_has_the_name_of_its_class(recipe, tmp_path):
+    config = recipe("run_name=named", "train.method=full", "train.distributed=fsdp", "train.max_train_steps=1")
+    trained(config, 2, tmp_path / "a")
+    written = json.loads((config.run_dir / "transformer" / "config.json").read_text())
+    assert hasattr(diffusers, written["_class_name"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from prodigyopt import Prodigy
 from safetensors.torch import load_file
+from torchao.optim import AdamW8bit
 
 from qflux.config import EmaSettings, TrainSettings
 from qflux.data.plan import Batching, TrainingPlan
@@ -46,6 +47,8 @@ OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"momentum": 0.9}),
     "Adagrad": (torch.optim.Adagrad, {}),
     "Prodigy": (Prodigy, {"use_bias_correction": True}),
+    "NAdam": (torch.optim.NAdam, {}),
+    "torchao": (AdamW8bit, {"block_size": 2}),
 }
 
 
@@ -65,6 +68,47 @@ def test_a_loaded_state_continues_as_the_saved_one(tmp_path, optimizer, extra):
     for file in sorted(first.iterdir()):
         assert file.read_bytes() == (second / file.name).read_bytes(), file.name
     assert ("ema.safetensors" in {file.name for file in first.iterdir()}) == ("ema" in extra)
+
+
+class HalfMomentum(torch.optim.SGD):
+    """Keeps its state in half the bits of its parameters."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                momentum = state.setdefault("momentum", torch.zeros_like(parameter, dtype=torch.bfloat16))
+                momentum.mul_(0.9).add_(parameter.grad)
+                parameter.data.add_(momentum.float(), alpha=-group["lr"])
+
+
+def test_state_in_another_dtype_than_its_parameter_comes_back_in_its_own(tmp_path):
+    checkpoints = Checkpoints(tmp_path, 1, {})
+    state, other = fresh_state(HalfMomentum), fresh_state(HalfMomentum)
+    train(state, 0, 3)
+    checkpoints.save(3, state)
+    checkpoints.resume(other)
+    train(state, 3, 6)
+    train(other, 3, 6)
+    for name, parameter in state.update.parameters.items():
+        assert torch.equal(parameter, other.update.parameters[name])
+
+
+def test_a_held_out_loss_that_is_no_number_or_of_another_measure_is_no_competition(tmp_path):
+    checkpoints = Checkpoints(tmp_path, 9, {})
+    for step, (loss, measure) in enumerate([(0.1, "old"), (float("nan"), "new"), (0.7, "new"), (0.8, "new")]):
+        checkpoints.measure = measure
+        checkpoints.save(step, fresh_state(), loss)
+    assert checkpoints.best() == (tmp_path / "step-00000002", 0.7)
+
+
+def test_a_checkpoint_is_replaced_by_one_that_knows_its_held_out_loss_and_not_lost_on_the_way(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, 2, {})
+    checkpoints.save(1, fresh_state())
+    checkpoints.save(1, fresh_state(), 0.5)
+    assert checkpoints.held_out(1) == 0.5
+    (tmp_path / "step-00000001").rename(tmp_path / ".step-00000001.old")  # killed between the two renames
+    assert checkpoints.resume(fresh_state()) == 1
 
 
 def test_the_newest_complete_checkpoint_is_taken_and_torn_ones_are_named(tmp_path, caplog):

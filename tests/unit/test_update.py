@@ -178,3 +178,26 @@ def test_rules_that_are_none_are_a_config_error(rules):
         return
     with pytest.raises(ConfigError, match=r"train\.lr_scheduler"):
         build_schedule(settings, optimizer, 5)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_fused_sgd_whose_very_first_step_is_left_out_starts_well_afterwards(scaled):
+    """torch leaves its momentum unset in that case."""
+    update, plain = (make("SGD", stop=False, scaled=scaled, momentum=0.9, fused=fused) for fused in (True, False))
+    for one in (update, plain):
+        for number in range(4):
+            step(one, number, math.nan if number == 0 else 1.0)
+    assert all(torch.allclose(a, b) for a, b in zip(update.parameters.values(), plain.parameters.values(), strict=True))
+
+
+def test_a_gradient_that_overflows_at_the_smallest_scale_is_broken_and_the_scale_never_vanishes():
+    update = make("SGD", scaled=True, stop=False)
+    found = []
+    for number in range(40):
+        for parameter in update.parameters.values():
+            parameter.grad = torch.full_like(parameter, math.nan)
+        found.append(float(update.apply(number, torch.tensor(1.0)).broken))
+    assert found == sorted(found)
+    assert (found[0], found[-1]) == (0.0, 1.0)
+    assert float(update.loss_scale.scale) == LossScale.LEAST
+    assert float(step(update, 41).skipped) == 0.0

@@ -122,7 +122,10 @@ def write_transformer(transformer: Any, weights: Mapping[str, Tensor], folder: P
     """A folder that `from_pretrained` loads; it replaces an older one only when it is complete."""
     staging = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(staging, ignore_errors=True)
-    transformer.save_config(staging)
+    staging.mkdir(parents=True)
+    described = json.loads(transformer.to_json_string())
+    described["_class_name"] = described["_class_name"].removeprefix("FSDP")
+    write_bytes(staging / "config.json", (json.dumps(described, indent=2, sort_keys=True) + "\n").encode())
     name = "diffusion_pytorch_model"
     shards = split_torch_state_dict_into_shards(dict(weights), filename_pattern=f"{name}{{suffix}}.safetensors")
     for file, keys in shards.filename_to_tensors.items():

@@ -50,6 +50,8 @@ class Config(Section):
     def _what_trains_is_not_quantized(self) -> Config:
         if self.model.quantization and self.train.method == "full":
             raise ValueError("train.method: full trains every weight, and model.quantization freezes them; set one")
+        if self.model.quantization == "nf4" and self.lora.type in ("lokr", "loha"):
+            raise ValueError(f"lora.type: {self.lora.type} can't be put on an nf4 base; use fp8, int8 or another type")
         if self.model.quantization and self.train.distributed == "fsdp":
             raise ValueError("model.quantization and train.distributed: fsdp do not go together; use ddp")
         return self

@@ -166,7 +166,17 @@ class TimestepSettings(Section):
     shift: Literal["none", "fixed", "resolution"] = Field(
         default="resolution", description="resolution: from the sample's own target tokens"
     )
-    fixed_shift: float = Field(default=3.0, gt=0)
+    fixed_shift: float = Field(default=3.0, gt=0, description="of shift: fixed")
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> TimestepSettings:
+        needs = {"mean": "logit_normal", "std": "logit_normal", "mode_scale": "mode"}
+        for name, density in needs.items():
+            if getattr(self, name) != type(self).model_fields[name].default and self.density != density:
+                raise ValueError(f"{name} is for density: {density}, and density is {self.density}")
+        if self.fixed_shift != 3.0 and self.shift != "fixed":
+            raise ValueError(f"fixed_shift is for shift: fixed, and shift is {self.shift}")
+        return self
 
 
 class LossSettings(Section):

@@ -6,11 +6,11 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save
+import torch
 from torch import Tensor
 
 
@@ -23,18 +23,26 @@ def write_bytes(path: Path, data: bytes, staging: Path | None = None) -> None:
     if path.exists() and not path.is_file():  # a device or a pipe: there is nothing to replace
         path.write_bytes(data)
         return
+    try:
+        write_chunks(path, [data], staging)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        write_chunks(path, [data])  # a link has led to another disk
+
+
+def write_chunks(path: Path, chunks: Iterable[bytes | memoryview], staging: Path | None = None) -> None:
+    """The same for data that comes in pieces."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = (staging or path.parent) / f".{path.name}.{os.getpid()}.tmp"
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            for chunk in chunks:
+                file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        if error.errno == errno.EXDEV:  # a link has led to another disk
-            write_bytes(path, data)
-            return
         # a full disk is reported without a file name
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
@@ -47,17 +55,46 @@ def write_json(path: Path, value: Any, staging: Path | None = None) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """A safetensors file. Equal contents give equal bytes."""
-    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_bytes(path, _canonical(save(contiguous, {"format": "pt", **(metadata or {})})))
+    """A safetensors file, written tensor by tensor: it takes no memory of its own. Equal contents give equal bytes."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # aligned, as readers want it
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    offset = 0
+    for name in order:
+        tensor = tensors[name]
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    encoded = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+
+    def content() -> Iterator[bytes | memoryview]:
+        yield len(encoded).to_bytes(8, "little") + encoded
+        for name in order:
+            flat = tensors[name].detach().cpu().contiguous().flatten()
+            if flat.numel():
+                yield memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+    write_chunks(path, content())
 
 
-def _canonical(data: bytes) -> bytes:
-    """The library writes metadata in random order; here the header is sorted. Tensor offsets do not depend on it."""
-    length = int.from_bytes(data[:8], "little")
-    header = json.dumps(json.loads(data[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header + data[8 + length :]
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 def sync_folder(folder: Path) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -24,13 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor
 
 from qflux.data.plan import TrainingPlan
 from qflux.data.store import file_hash, sync_folder, write_json, write_tensors
 from qflux.errors import CheckpointError
-from qflux.training.distributed import World, copy_, like, whole
+from qflux.training.distributed import World, copy_, whole
+from qflux.training.optimizer_state import flatten_optimizer, plain, restore_optimizer
 from qflux.training.update import Update
 
 logger = logging.getLogger(__name__)
@@ -38,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 FILES = {"parameters.safetensors", "optimizer.safetensors", "state.json"}
 EMA_FILE = "ema.safetensors"
-SEPARATOR = "/"
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Checkpoints:
     ) -> None:
         self.folder = folder
         self.settings = settings or {}
+        self.measure = ""
+        """How held-out losses are measured; those of another measure are no competition."""
         self._keep = keep
         self._world = world or World()
 
@@ -79,7 +82,7 @@ class Checkpoints:
         for folder in reversed(self._all()):
             try:
                 saved = json.loads((folder / "state.json").read_text())
-                if all(saved["settings"].get(key) == value for key, value in _plain(dict(identity)).items()):
+                if all(saved["settings"].get(key) == value for key, value in plain(dict(identity)).items()):
                     return [int(start) for start in saved["epoch_starts"]]
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 continue
@@ -91,9 +94,13 @@ class Checkpoints:
         return self._world.share(int(newest[0].name.removeprefix("step-")) if newest else 0)
 
     def save(self, step: int, state: TrainingState, held_out: float | None = None) -> Path:
-        """Write the state after `step` optimizer steps; all ranks must call."""
+        """Write the state after `step` optimizer steps; all ranks must call.
+
+        One that is there already stays, unless this one knows its held-out loss and that one does not.
+        """
         final = self.folder / f"step-{step:08d}"
-        if self._world.share(final.is_dir() and _fault(final) is None):
+        knows_more = held_out is not None and self.held_out(step) is None
+        if self._world.share(final.is_dir() and _fault(final) is None and not knows_more):
             return final
         snapshot = self._snapshot(step, state, held_out)
         self._world.first(lambda: self._write(final, snapshot))
@@ -101,7 +108,7 @@ class Checkpoints:
 
     def _snapshot(self, step: int, state: TrainingState, held_out: float | None) -> _Snapshot:
         update = state.update
-        tensors, scalars = _flatten_optimizer(update.optimizer.state_dict())
+        tensors, scalars = flatten_optimizer(update.optimizer, list(update.parameters.values()))
         files: dict[str, Mapping[str, Tensor]] = {
             "parameters.safetensors": update.parameters,
             "optimizer.safetensors": tensors,
@@ -116,8 +123,9 @@ class Checkpoints:
                 "optimizer": scalars,
                 "loss_scale": None if scale is None else {key: float(t) for key, t in scale.tensors().items()},
                 "held_out": held_out,
+                "held_out_measure": self.measure,
                 "epoch_starts": state.plan.starts,
-                "settings": _plain(dict(self.settings)),
+                "settings": plain(dict(self.settings)),
             },
         )
 
@@ -131,7 +139,6 @@ class Checkpoints:
         return kept
 
     def _write(self, final: Path, snapshot: _Snapshot) -> None:
-        shutil.rmtree(final, ignore_errors=True)
         staging = self.folder / f".{final.name}.{os.getpid()}.tmp"
         shutil.rmtree(staging, ignore_errors=True)
         try:
@@ -141,7 +148,12 @@ class Checkpoints:
             write_json(staging / "state.json", snapshot.state)
             files = {file.name: [file.stat().st_size, file_hash(file)] for file in sorted(staging.iterdir())}
             write_json(staging / "manifest.json", files)
+            aside = self.folder / f".{final.name}.old"
+            shutil.rmtree(aside, ignore_errors=True)
+            if final.exists():
+                final.rename(aside)
             staging.rename(final)
+            shutil.rmtree(aside, ignore_errors=True)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         sync_folder(self.folder)
@@ -153,6 +165,10 @@ class Checkpoints:
         return self._load(newest, state)
 
     def _newest_complete(self) -> Path | None:
+        for aside in self.folder.glob(".step-*.old"):  # killed while it was being replaced
+            final = self.folder / aside.name.removeprefix(".").removesuffix(".old")
+            if not final.exists():
+                aside.rename(final)
         faults = []
         for folder in reversed(self._all()):
             fault = _fault(folder)
@@ -169,11 +185,24 @@ class Checkpoints:
 
     def best(self) -> tuple[Path, float] | None:
         """The complete checkpoint of the lowest held-out loss, the earliest of equals."""
-        losses = [(loss, folder) for folder in self._all() if (loss := _held_out(folder)) is not None]
+        losses = [(loss, folder) for folder in self._all() if (loss := self._loss_of(folder)) is not None]
         for loss, folder in sorted(losses):
             if _fault(folder) is None:
                 return folder, loss
         return None
+
+    def held_out(self, step: int) -> float | None:
+        """The held-out loss of a checkpoint, if it is known."""
+        return self._loss_of(self.folder / f"step-{step:08d}")
+
+    def _loss_of(self, folder: Path) -> float | None:
+        try:
+            saved = json.loads((folder / "state.json").read_text())
+            loss = saved["held_out"]
+            comparable = saved.get("held_out_measure", "") == self.measure
+            return float(loss) if loss is not None and comparable and math.isfinite(float(loss)) else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def _all(self) -> list[Path]:
         return sorted(self.folder.glob("step-" + "[0-9]" * 8))
@@ -184,26 +213,35 @@ class Checkpoints:
             return 0
         self._require_same_settings(folder, saved["settings"])
         update = state.update
-        weights = self._tensors(folder, "parameters.safetensors")
-        if weights.keys() != update.parameters.keys():
-            odd = sorted(weights.keys() ^ update.parameters.keys())[0]
-            raise CheckpointError(f"{folder} does not fit the model: {odd} is in one of them only")
+        missing = set(update.parameters)
         with torch.no_grad():
-            for name, parameter in update.parameters.items():
-                copy_(parameter, weights[name])
+            for name, tensor in self._tensors(folder, "parameters.safetensors"):
+                if name not in update.parameters:
+                    raise CheckpointError(f"{folder} does not fit the model: it has {name}, which the model has not")
+                copy_(update.parameters[name], tensor)
+                missing.discard(name)
+            if missing:
+                raise CheckpointError(f"{folder} does not fit the model: it lacks {sorted(missing)[0]}")
             if update.ema is not None:
-                update.ema.load(self._tensors(folder, EMA_FILE))
+                for name, tensor in self._tensors(folder, EMA_FILE):
+                    copy_(update.ema.average[name], tensor)
             for name, tensor in update.loss_scale.tensors().items() if update.loss_scale else ():
                 tensor.fill_(saved["loss_scale"][name])
-        tensors = self._tensors(folder, "optimizer.safetensors")
-        update.optimizer.load_state_dict(
-            _restore_optimizer(tensors, saved["optimizer"], list(update.parameters.values()))
+        restore_optimizer(
+            update.optimizer,
+            list(update.parameters.values()),
+            self._tensors(folder, "optimizer.safetensors"),
+            saved["optimizer"],
         )
         return int(saved["step"])
 
-    def _tensors(self, folder: Path | None, name: str) -> dict[str, Tensor]:
-        """Read by the first rank, on all ranks."""
-        return self._world.scatter(None if folder is None else load_file(folder / name))
+    def _tensors(self, folder: Path | None, name: str) -> Iterator[tuple[str, Tensor]]:
+        """One after another, read by the first rank, on all ranks: never a whole file in memory."""
+        if folder is None:
+            yield from self._world.scatter(None)
+            return
+        with safe_open(folder / name, framework="pt") as file:
+            yield from self._world.scatter(dict.fromkeys(file.keys(), file.get_tensor))
 
     def _require_same_settings(self, folder: Path | None, before: dict[str, Any]) -> None:
         settings = json.loads(json.dumps(self.settings))
@@ -242,64 +280,3 @@ def _fault(folder: Path) -> str | None:
     except (OSError, ValueError, TypeError) as error:
         return str(error)
     return None
-
-
-def _held_out(folder: Path) -> float | None:
-    try:
-        loss = json.loads((folder / "state.json").read_text())["held_out"]
-        return None if loss is None else float(loss)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _flatten_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Optimizer state as named tensors and plain values; a name is the path to its value."""
-    tensors: dict[str, Tensor] = {}
-    scalars: dict[str, Any] = {}
-    for path, value in _leaves(state["state"]):
-        name = SEPARATOR.join(path)
-        if isinstance(value, Tensor):
-            tensors[name] = value
-        elif _is_plain(value):
-            scalars[name] = value
-        else:
-            raise CheckpointError(
-                f"the optimizer keeps a {type(value).__name__} ({name}), which can't be saved without pickle",
-                "choose another optimizer.",
-            )
-    return tensors, {"values": scalars, "param_groups": _plain(state["param_groups"])}
-
-
-def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if not isinstance(value, dict):
-        yield path, value
-        return
-    for key, item in value.items():
-        yield from _leaves(item, (*path, str(key)))
-
-
-def _restore_optimizer(tensors: dict[str, Tensor], scalars: dict[str, Any], parameters: list[Any]) -> dict[str, Any]:
-    """The inverse; what has the shape of its parameter is shared out as that is."""
-    state: dict[int, dict[str, Any]] = {}
-    for key, value in [*tensors.items(), *scalars["values"].items()]:
-        index, *path, name = key.split(SEPARATOR)
-        parameter = parameters[int(index)]
-        place = state.setdefault(int(index), {})
-        for part in path:
-            place = place.setdefault(part, {})
-        same = isinstance(value, Tensor) and value.shape == parameter.shape
-        place[name] = like(value, parameter) if same else value
-    return {"state": state, "param_groups": scalars["param_groups"]}
-
-
-def _plain(value: Any) -> Any:
-    """Values as JSON has them; anything else would need pickle, and is left for the constructor to set again."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items() if _is_plain(item)}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, bool | int | float | str | dict)

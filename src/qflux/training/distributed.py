@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -103,7 +103,8 @@ class World:
         """FSDP2: every rank keeps a share of each block, and gathers the block while it is used."""
         mesh = init_device_mesh(device.type, (self.size,))
         for module in (*blocks, transformer):
-            fully_shard(module, mesh=mesh)
+            # The root too: left gathered after validation, it would not see what is written into its shards.
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -126,17 +127,21 @@ class World:
             self.sum_(squares)
         return squares.sqrt()
 
-    def scatter(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """The first rank's tensors, whole and on the host, on all ranks. The others pass nothing."""
-        if self.size == 1:
-            return dict(tensors or {})
-        known: dict[str, Any] = {n: [str(t.dtype), list(t.shape)] for n, t in (tensors or {}).items()}
-        received = {}
-        for name, (dtype, shape) in self.share(known).items():
-            kind = getattr(torch, dtype.removeprefix("torch."))
-            received[name] = tensors[name] if tensors else torch.empty(shape, dtype=kind)
-            dist.broadcast(received[name], 0)
-        return received
+    def scatter(self, tensors: Mapping[str, Callable[[str], Tensor]] | None) -> Iterator[tuple[str, Tensor]]:
+        """The first rank's tensors, whole and on the host, on all ranks, one after another.
+
+        The first rank says how to get each; the others pass nothing.
+        """
+        for name in self.share(sorted(tensors) if tensors is not None else []):
+            if self.size == 1:
+                yield name, tensors[name](name) if tensors else torch.empty(0)
+                continue
+            own = tensors[name](name).contiguous() if tensors is not None else None
+            described: Any = None if own is None else [str(own.dtype).removeprefix("torch."), list(own.shape)]
+            dtype, shape = self.share(described)
+            tensor = own if own is not None else torch.empty(shape, dtype=getattr(torch, dtype))
+            dist.broadcast(tensor, 0)
+            yield name, tensor
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -154,7 +159,7 @@ def whole(tensor: Tensor) -> Tensor:
 def like(tensor: Tensor, model: Tensor) -> Tensor:
     """A whole tensor, on all ranks, in the place and the shares of `model`."""
     if isinstance(model, DTensor):
-        return distribute_tensor(tensor.to(model.device), model.device_mesh, model.placements)
+        return distribute_tensor(tensor.to(model.device), model.device_mesh, model.placements, src_data_rank=None)
     return tensor.to(model.device)
 
 

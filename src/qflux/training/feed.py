@@ -16,7 +16,7 @@ from torch import Tensor
 from qflux.config import Config
 from qflux.data.batch import EditBatch
 from qflux.data.cache import EmbeddingCacheManager, Manifest
-from qflux.data.encoded import EncodedExample, Variant
+from qflux.data.encoded import WHOLE, EncodedExample, Variant
 from qflux.data.loader import read_ahead
 from qflux.data.plan import Batching, MicroBatch, PlannedStep, TrainingPlan
 from qflux.data.store import seed_of
@@ -106,6 +106,8 @@ class Assignment:
     visits: MicroBatch
     size: StepSize
     is_stand_in: bool = False
+    drops_nothing: bool = False
+    """Captions and controls stay, whatever dropout would draw: for a trial of the largest batch."""
 
 
 def assignments(step: PlannedStep, rank: int, samples: Sequence[TrainingSample]) -> list[Assignment]:
@@ -151,7 +153,8 @@ class Feed:
 
     def _read_one(self, sample: TrainingSample, visit: int, assigned: Assignment) -> _Read:
         config, tokens = self._config, sample.target_tokens
-        content = read_named(self._provider, sample, drawn_variant(config, sample.id, visit))
+        variant = WHOLE if assigned.drops_nothing else drawn_variant(config, sample.id, visit)
+        content = read_named(self._provider, sample, variant)
         sigma, noise = draw(config.seed, sample.id, visit, tokens, self._channels, config.loss.timesteps)
         weight = sample_weight(config.loss, assigned.size, tokens, sigma, sample.example.is_prior)
         return _Read(content, sigma, noise, 0.0 if assigned.is_stand_in else weight)

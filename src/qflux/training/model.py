@@ -81,7 +81,8 @@ class TrainedModel:
         """Weights that train are float32: where all do, autocast does the arithmetic in the configured dtype."""
         if not self.is_full or self._dtype == torch.float32:
             return nullcontext()
-        return torch.autocast(self._device.type, self._dtype)
+        # Without its cache, which would keep every gathered weight of a sharded model alive until the end.
+        return torch.autocast(self._device.type, self._dtype, cache_enabled=False)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -6,10 +6,11 @@ import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from diffusers.optimization import get_scheduler
-from torch import nn
+from torch import Tensor, nn
 
 from qflux.config import OptimizerSettings, TrainSettings
 from qflux.errors import ConfigError
@@ -50,7 +51,15 @@ class Schedule:
 
     def set(self, optimizer: torch.optim.Optimizer, number: int) -> None:
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * self.factor(number)
+            set_rate(group, float(group["initial_lr"]) * self.factor(number))
+
+
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Some optimizers keep it in a tensor, and want it to stay there."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 def build_schedule(settings: TrainSettings, optimizer: torch.optim.Optimizer, total_steps: int) -> Schedule:

@@ -24,7 +24,7 @@ from torch import nn
 from qflux.adapters.lora import inject
 from qflux.config import Config
 from qflux.data.batch import EditBatch
-from qflux.errors import CheckpointError, QfluxError
+from qflux.errors import CheckpointError, ConfigError, QfluxError
 from qflux.losses.objective import Objective
 from qflux.models import Family
 from qflux.models.loading import empty_transformer
@@ -33,7 +33,7 @@ from qflux.training.checkpoint import Checkpoints, TrainingState
 from qflux.training.distributed import World, local
 from qflux.training.encode import TrainingSample
 from qflux.training.model import TrainedModel, total_size
-from qflux.training.optim import build_optimizer, build_schedule
+from qflux.training.optim import build_optimizer, build_schedule, set_rate
 from qflux.training.trackers import require_trackers
 from qflux.training.update import Update
 from qflux.training.validation import HeldOutEdits
@@ -46,7 +46,7 @@ def require_parts(config: Config, family: Family, total_steps: int) -> None:
 
     No weight is loaded, and nothing is written.
     """
-    probe = [nn.Parameter(torch.zeros(1))]
+    probe = [nn.Parameter(torch.zeros(1, 1))]
     build_schedule(config.train, build_optimizer(config.optimizer, probe), total_steps)
     require_trackers(config)
     if config.model.quantization:
@@ -63,40 +63,67 @@ def require_disk(config: Config, state: TrainingState) -> None:
     kept = config.train.keep_checkpoints + 2  # the best one, and the one that is being written
     needed = kept * copies * parameters
     config.run_dir.mkdir(parents=True, exist_ok=True)
+    there = sum(file.stat().st_size for file in (config.run_dir / "checkpoints").rglob("*") if file.is_file())
     free = shutil.disk_usage(config.run_dir).free
-    if free < needed:
+    if free + there < needed:
         raise QfluxError(
             f"checkpoints may take {needed / 1e9:.1f} GB, and {config.run_dir} has {free / 1e9:.1f} GB left",
             "free some space, lower train.keep_checkpoints, or choose another output_dir.",
         )
 
 
-def try_largest_batch(
+def rehearse(
     batch: EditBatch,
     samples: Sequence[TrainingSample],
     model: TrainedModel,
     objective: Objective,
-    update: Update,
+    state: TrainingState,
+    checkpoints: Checkpoints,
+    world: World,
     config: Config,
 ) -> None:
-    """Forward, backward and a step that changes nothing, on the batch that needs the most memory."""
-    groups = [
-        {key: deepcopy(value) for key, value in g.items() if key != "params"} for g in update.optimizer.param_groups
-    ]
-    with naming_memory(samples, batch, config):
-        loss, _ = objective(model.velocity(batch), batch)
-        update.backward(loss)
-        gradients = [local(p.grad) for p in update.parameters.values() if p.grad is not None]
-        torch._foreach_zero_(gradients)
-        for group in update.optimizer.param_groups:
-            group["lr"] = 0.0
+    """A step that changes nothing on the batch that needs most memory, a checkpoint of it, and a step after that."""
+    update = state.update
+    with _forgotten(update.optimizer):
+        with naming_memory(samples, batch, config):
+            loss, _ = objective(model.velocity(batch), batch)
+            update.backward(loss)
+            _still_step(update, config)
+            if update.ema is not None:
+                update.ema.follow(0, torch.ones((), device=batch.targets.device))
+            if batch.targets.is_cuda:
+                torch.cuda.synchronize(batch.targets.device)
+        _try_checkpoint(state, checkpoints, world)
+        _still_step(update, config)
+
+
+@contextmanager
+def _forgotten(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Whatever happens to an optimizer inside is undone: it has not begun yet."""
+    groups = [{key: deepcopy(value) for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+    try:
+        yield
+    finally:
+        optimizer.zero_grad()
+        optimizer.state.clear()
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.update(before)
+
+
+def _still_step(update: Update, config: Config) -> None:
+    """An optimizer step with gradients of zero and a rate of zero: all its memory, and no parameter moves."""
+    torch._foreach_zero_([local(p.grad) for p in update.parameters.values() if p.grad is not None])
+    for group in update.optimizer.param_groups:
+        set_rate(group, 0.0)
+    try:
         update.optimizer.step()
-        if batch.targets.is_cuda:
-            torch.cuda.synchronize(batch.targets.device)
-    update.optimizer.zero_grad()
-    update.optimizer.state.clear()
-    for group, before in zip(update.optimizer.param_groups, groups, strict=True):
-        group.update(before)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"optimizer.class_path: {config.optimizer.class_path} can't take a step: {_first_line(error)}",
+            "choose another optimizer, or train.distributed: ddp.",
+        ) from error
 
 
 def try_edit(edits: HeldOutEdits, model: TrainedModel) -> None:
@@ -110,9 +137,10 @@ def try_edit(edits: HeldOutEdits, model: TrainedModel) -> None:
         ) from error
 
 
-def try_checkpoint(state: TrainingState, checkpoints: Checkpoints, world: World) -> None:
+def _try_checkpoint(state: TrainingState, checkpoints: Checkpoints, world: World) -> None:
     """Save and read a checkpoint, and compare."""
     folder = checkpoints.folder.with_name(".preflight")
+    world.first(lambda: shutil.rmtree(folder, ignore_errors=True))  # what a kill has left
     trial = Checkpoints(folder, 1, checkpoints.settings, world)
     before = {name: local(parameter).clone() for name, parameter in state.update.parameters.items()}
     try:
@@ -122,7 +150,8 @@ def try_checkpoint(state: TrainingState, checkpoints: Checkpoints, world: World)
         if changed:
             raise CheckpointError(f"a checkpoint does not give back what was saved: {changed[0]} has changed")
     finally:
-        world.first(lambda: shutil.rmtree(folder, ignore_errors=True))
+        if world.is_first:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ before a checkpoint.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ from qflux.training.ledger import Coverage, coverage
 from qflux.training.metrics import Listener, StepReport
 from qflux.training.model import TrainedModel
 from qflux.training.optim import build_optimizer, build_schedule
-from qflux.training.preflight import naming_memory, require_disk, try_checkpoint, try_edit, try_largest_batch
+from qflux.training.preflight import naming_memory, rehearse, require_disk, try_edit
 from qflux.training.readback import Readback
 from qflux.training.update import Ema, LossScale, Update
 from qflux.training.validation import HeldOutEdits, HeldOutLoss, Validation
@@ -127,6 +128,7 @@ class Run:
             StepFlops(model.transformer, len(model.family.blocks(model.transformer)), model.is_full),
             (peak_of(device) or 0.0) * world.size or None,
         )
+        checkpoints.measure = self._held_out.measure
         self._journal: Journal | None = None
         self._reports: list[StepReport] = []
         self._best: float | None = None
@@ -146,12 +148,21 @@ class Run:
         self._best = self._world.share(best[1] if best else None)
         self._journal = self._world.first(lambda: Journal(config, self._planned, done, self._listener))
         try:
-            found = self._validate(0) if done == 0 else None
+            found = self._first_look(done)
             found = self._loop(done) or found
             return self._finish(done, found)
         finally:
             if self._journal:
                 self._journal.close()
+
+    def _first_look(self, done: int) -> Validation | None:
+        """What the run starts from; or what a run that was told to stop at a checkpoint had no time for."""
+        if done == 0:
+            return self._validate(0)
+        due = done % self._config.train.checkpoint_every == 0 and bool(self._held_out)
+        if due and self._world.share(self._checkpoints.held_out(done)) is None:
+            return self._checkpoint(done, validate=True)
+        return None
 
     def _loop(self, done: int) -> Validation | None:
         """The steps. What the last validation found is returned."""
@@ -238,7 +249,7 @@ class Run:
     def _checkpoint(self, done: int, validate: bool) -> Validation | None:
         """Validate, and save. The best adapter is written first: a checkpoint says that all before it is done."""
         found = self._validate(done) if validate else None
-        if found is not None and (self._best is None or found.loss < self._best):
+        if found is not None and math.isfinite(found.loss) and (self._best is None or found.loss < self._best):
             self._best = found.loss
             if not self._model.is_full:
                 self._write(self._config.run_dir / "best")
@@ -294,12 +305,20 @@ class Run:
         """Whatever could fail later is tried now."""
         self._world.first(lambda: require_disk(self._config, self._state))
         size = StepSize(self._largest, len(self._largest_visits))
-        with closing(self._feed([Assignment(self._largest_visits, size)])) as batches:
+        with closing(self._feed([Assignment(self._largest_visits, size, drops_nothing=True)])) as batches:
             members = [self._samples[visit.sample] for visit in self._largest_visits]
-            try_largest_batch(next(batches), members, self._model, self._objective, self._update, self._config)
+            rehearse(
+                next(batches),
+                members,
+                self._model,
+                self._objective,
+                self._state,
+                self._checkpoints,
+                self._world,
+                self._config,
+            )
         if self._edits:
             try_edit(self._edits, self._model)
-        try_checkpoint(self._state, self._checkpoints, self._world)
 
     def _build_update(self) -> Update:
         config, parameters = self._config, self._model.parameters

@@ -292,11 +292,16 @@ class QwenImageEditPlusTrainer(Trainer):
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     try:
         if name == "meta":
             raise RuntimeError("it holds no data")
-        return torch.empty(0, device=name).device
+        device = torch.empty(0, device=name).device
+        if device.type == "cuda":  # events, collectives and FSDP go by the current device
+            torch.cuda.set_device(device)
+        return device
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
             f"model.device: {name!r} can't be used: {str(error).splitlines()[0]}", "try auto or cpu."

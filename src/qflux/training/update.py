@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from qflux.config import EmaSettings
-from qflux.training.distributed import World, copy_, local
+from qflux.training.distributed import World, local
 from qflux.training.optim import Schedule
 
 
 class LossScale:
     """What float16 losses are multiplied by, so that small gradients do not vanish; follows overflows."""
 
-    START, GROWTH_INTERVAL = 2.0**16, 2000
+    START, LEAST, GROWTH_INTERVAL = 2.0**16, 1.0, 2000
 
     def __init__(self, device: torch.device) -> None:
         self.scale = torch.tensor(self.START, device=device)
@@ -31,6 +31,7 @@ class LossScale:
         """`overflow` is 1.0 or 0.0: halve the scale, or double it after a long time without."""
         grown = self.good_steps + 1 >= self.GROWTH_INTERVAL
         self.scale *= torch.where(overflow > 0, 0.5, torch.where(grown, 2.0, 1.0))
+        self.scale.clamp_(min=self.LEAST)
         self.good_steps.copy_(torch.where((overflow > 0) | grown, 0.0, self.good_steps + 1))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -50,10 +51,9 @@ class Ema:
         decay = (
             min(self._settings.decay, (1 + number) / (10 + number)) if self._settings.warmup else self._settings.decay
         )
-        averages = [local(tensor) for tensor in self.average.values()]
-        change = torch._foreach_sub([local(p) for p in self._parameters.values()], averages)
-        torch._foreach_mul_(change, (1 - decay) * (1 - skipped))
-        torch._foreach_add_(averages, change)
+        weight = (1 - decay) * (1 - skipped)
+        for name, parameter in self._parameters.items():  # one at a time: no second copy of a whole model
+            local(self.average[name]).lerp_(local(parameter), weight)
 
     def swap(self) -> None:
         """Exchange average and parameters; a second time puts them back."""
@@ -61,10 +61,6 @@ class Ema:
             kept = local(parameter).clone()
             local(parameter).copy_(local(self.average[name]))
             local(self.average[name]).copy_(kept)
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in self.average.items():
-            copy_(tensor, tensors[name])
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,7 @@ class Update:
         self._world = world
         self._max_norm = max_norm
         self._stops = stop_when_broken
-        self._stopped: Tensor | float = 0.0
+        self._stopped: Tensor | None = None
         # torch's fused optimizers can be told on the device to leave a step out; others need an answer on the host.
         self._decides_on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
 
@@ -115,10 +111,14 @@ class Update:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = self._clip(gradients)
         finite = torch.isfinite(norm) & torch.isfinite(loss)
-        broken = (~(finite if self.loss_scale is None else torch.isfinite(loss))).float()
+        broken = (~finite).float()
+        if self.loss_scale is not None:  # an overflow is routine, unless there is no smaller scale to go to
+            at_least = self.loss_scale.scale <= LossScale.LEAST
+            broken = (~torch.isfinite(loss) | (~finite & at_least)).float()
+        skipped = (~finite).float()
         if self._stops:
-            self._stopped = torch.maximum(broken, torch.as_tensor(self._stopped, device=broken.device))
-        skipped = torch.maximum((~finite).float(), torch.as_tensor(self._stopped, device=broken.device))
+            self._stopped = broken if self._stopped is None else torch.maximum(broken, self._stopped)
+            skipped = torch.maximum(skipped, self._stopped)
         self.schedule.set(self.optimizer, number)
         self._step(skipped)
         if self.loss_scale is not None:
@@ -144,7 +144,8 @@ class Update:
 
     def _step(self, skipped: Tensor) -> None:
         optimizer: Any = self.optimizer
-        if self._decides_on_device:
+        # torch makes the momentum of fused SGD in its first step, and leaves it unset if that one is left out.
+        if self._decides_on_device and (optimizer.state or not isinstance(optimizer, torch.optim.SGD)):
             optimizer.grad_scale, optimizer.found_inf = None, skipped
             optimizer.step()
         elif not bool(skipped):

@@ -23,7 +23,7 @@ from qflux.data.batch import EditBatch
 from qflux.data.encoded import WHOLE, EncodedExample, TextEmbedding, Variant
 from qflux.data.images import to_image
 from qflux.data.loader import read_ahead
-from qflux.data.store import seed_of
+from qflux.data.store import key_of, seed_of
 from qflux.losses.mse import MseLoss
 from qflux.losses.timesteps import fixed_draw
 from qflux.models.family import Encoder
@@ -77,6 +77,9 @@ class HeldOutLoss:
         chosen = list(samples)[: config.validation.max_samples]
         self._trials = [_Trial(sample, level) for sample in chosen for level in range(self._levels)]
         self._batches = self._packed(batch_tokens)
+        timesteps = config.loss.timesteps.model_dump(mode="json")
+        self.measure = key_of([sample.address for sample in chosen], self._levels, config.seed, timesteps)[:16]
+        """Losses of the same measure can be compared."""
 
     def __bool__(self) -> bool:
         return bool(self._trials)
