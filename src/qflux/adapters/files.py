@@ -28,6 +28,22 @@ FILE_NAME = "pytorch_lora_weights.safetensors"
 RECORD_KEY = "qflux"
 
 
+_TRAIN_KEYS = (
+    "method",
+    "max_train_steps",
+    "num_epochs",
+    "gradient_accumulation_steps",
+    "max_grad_norm",
+    "lr_scheduler",
+    "lr_warmup_steps",
+    "ema",
+    "guidance",
+    "caption_dropout",
+    "control_dropout",
+)
+"""What the result depends on; how it was computed is left out, so that equal results are equal files."""
+
+
 @dataclass(frozen=True)
 class Record:
     """What an adapter file says about itself: enough to use it as it was trained."""
@@ -46,7 +62,8 @@ class Record:
     @classmethod
     def of(cls, config: Config) -> Record:
         values = config.dump()
-        recipe = {name: values[name] for name in ("seed", "lora", "optimizer", "train", "loss")}
+        recipe = {name: values[name] for name in ("seed", "lora", "optimizer", "loss")}
+        recipe["train"] = {key: values["train"][key] for key in _TRAIN_KEYS}
         recipe["model"] = {key: values["model"][key] for key in ("dtype", "quantization", "max_sequence_length")}
         pretrained = str(values["model"]["pretrained"])
         recipe["model"]["pretrained"] = Path(pretrained).name if Path(pretrained).exists() else pretrained

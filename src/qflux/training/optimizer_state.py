@@ -66,7 +66,7 @@ def restore_optimizer(
             _put(state, name, like(tensor, parameter) if tensor.shape == parameter.shape else tensor)
     for name, (module, kind, _, context) in scalars["kinds"].items():
         rebuild = getattr(_class_of(module, kind, optimizer), "__tensor_unflatten__")  # noqa: B009
-        _put(state, name, rebuild(parts[name], context, None, None))
+        _put(state, name, rebuild(parts[name], _unlisted(context), None, None))
     for name, value in scalars["values"].items():
         _put(state, name, value)
     groups = [
@@ -130,9 +130,20 @@ def _fixed(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _listed(name: str, context: Any) -> Any:
+    """The context of a tensor subclass; of what JSON can't hold it may have dtypes."""
+    if isinstance(context, list | tuple):
+        return [_listed(name, item) for item in context]
+    if isinstance(context, torch.dtype):
+        return {"dtype": str(context).removeprefix("torch.")}
     if not is_plain(context):
         raise _unsavable(name, context)
-    return plain(context)
+    return context
+
+
+def _unlisted(context: Any) -> Any:
+    if isinstance(context, list):
+        return [_unlisted(item) for item in context]
+    return getattr(torch, context["dtype"]) if isinstance(context, dict) and "dtype" in context else context
 
 
 def _unsavable(name: str, value: Any) -> CheckpointError:

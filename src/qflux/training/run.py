@@ -117,9 +117,7 @@ class Run:
         self._update = self._build_update()
         self._state = TrainingState(self._update, plan)
         self._largest, self._largest_visits = plan.largest(min(checkpoints.newest_step(), total - 1), total)
-        self._held_out = HeldOutLoss(
-            config, planned.held_out, provider, world, device, self._validation_tokens(provider)
-        )
+        self._held_out = HeldOutLoss(config, planned.held_out, provider, world, device)
         self._edits: HeldOutEdits | None = None
         if planned.held_out and config.validation.images:
             self._edits = HeldOutEdits(config, planned.held_out, provider, *decoder(), device)
@@ -333,8 +331,3 @@ class Run:
             ema=Ema(config.train.ema, parameters) if config.train.ema else None,
             loss_scale=LossScale(self._device) if config.model.dtype == "float16" else None,
         )
-
-    def _validation_tokens(self, provider: Provider) -> int:
-        """Tokens of a validation batch: what training fits with its gradients, validation fits without."""
-        lengths = [provider.text_tokens(sample) + sample.image_tokens for sample in self._planned.held_out]
-        return max([self._largest, *lengths])

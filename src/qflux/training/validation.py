@@ -66,7 +66,6 @@ class HeldOutLoss:
         provider: Provider,
         world: World,
         device: torch.device,
-        batch_tokens: int,
     ) -> None:
         self._config = config
         self._provider = provider
@@ -76,7 +75,7 @@ class HeldOutLoss:
         self._levels = config.validation.noise_levels
         chosen = list(samples)[: config.validation.max_samples]
         self._trials = [_Trial(sample, level) for sample in chosen for level in range(self._levels)]
-        self._batches = self._packed(batch_tokens)
+        self._batches = self._packed()
         timesteps = config.loss.timesteps.model_dump(mode="json")
         self.measure = key_of([sample.address for sample in chosen], self._levels, config.seed, timesteps)[:16]
         """Losses of the same measure can be compared."""
@@ -108,15 +107,15 @@ class HeldOutLoss:
             [float(np.average(values[levels == k], weights=tokens[levels == k])) for k in range(self._levels)],
         )
 
-    def _packed(self, batch_tokens: int) -> list[list[int]]:
-        """Trials in order, as many to a batch as fit into so many tokens."""
+    def _packed(self) -> list[list[int]]:
+        """Trials in order, as many to a batch as have the length of the longest: the same batches in every run."""
+        lengths = [self._provider.text_tokens(t.sample) + t.sample.image_tokens for t in self._trials]
         batches: list[list[int]] = []
         room = 0
-        for index, trial in enumerate(self._trials):
-            tokens = self._provider.text_tokens(trial.sample) + trial.sample.image_tokens
+        for index, tokens in enumerate(lengths):
             if tokens > room or not batches:
                 batches.append([])
-                room = batch_tokens
+                room = max(lengths)
             batches[-1].append(index)
             room -= tokens
         return batches
