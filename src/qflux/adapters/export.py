@@ -32,6 +32,9 @@ def save_verified(
     path: Path, layers: Mapping[str, LoraLayer], form: Format, names: Names, record: Record
 ) -> AdapterFile:
     """Write a LoRA in a format, read it back, and only then let it replace an older file."""
+    for name, layer in layers.items():
+        if not bool(layer.down.isfinite().all() and layer.up.isfinite().all()):
+            raise CheckpointError(f"{path} is not written: {name} holds values that are no numbers", "train it again.")
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name}.{os.getpid()}.check.safetensors")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -22,6 +23,7 @@ from qflux.cli.export import export
 from qflux.cli.predict import predict
 from qflux.cli.terminal import (
     ConfigFile,
+    LineNowAndThen,
     Overrides,
     complain,
     console,
@@ -126,9 +128,11 @@ def fit(config: ConfigFile, set_: Overrides = None) -> None:
     trainer = trainer_of(config, set_)
     with progress_bar() as bar:
         task = bar.add_task("fit", total=None, note="loading")
+        log = LineNowAndThen()
 
         def on_step(report: StepReport) -> None:
             bar.update(task, completed=report.step, total=report.total_steps, note=_progress_note(report))
+            log(report.step, f"step {report.step}/{report.total_steps}  {_progress_note(report)}")
 
         result = trainer.fit(on_step)
     if not is_first_process():
@@ -140,7 +144,9 @@ def fit(config: ConfigFile, set_: Overrides = None) -> None:
     what = "transformer" if result.adapter.is_dir() else "LoRA"
     say(f"{result.steps} steps{losses}{held_out}. {result.coverage}. {what}: {result.adapter}")
     if result.best:
-        say(f"best checkpoint by held-out loss ({result.best[1]:.4f}): {result.best[0]}")
+        folder = trainer.config.run_dir / "best"
+        use = f"; its adapter: {folder}" if folder.is_dir() else ""
+        say(f"best checkpoint by held-out loss ({result.best[1]:.4f}): {result.best[0]}{use}")
     if result.skipped_steps:
         say(f"{result.skipped_steps} steps were left out: their loss or gradient was no number (see metrics.jsonl).")
     for skipped in result.coverage.skipped[:20]:
@@ -180,16 +186,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         complain(type(error).__name__, str(error))
         sys.exit(2)
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        complain("OSError", f"{error.filename}: {error.strerror}\n  → check the path, its permissions and free space.")
+        place = f"{error.filename}: " if error.filename else ""
+        complain("OSError", f"{place}{error.strerror}\n  → check the path, its permissions and free space.")
         sys.exit(2)
     except _UsageError as error:
         if type(error).__name__ != "NoArgsIsHelpError":  # which has printed the help already
             error.show()  # type: ignore[attr-defined]
         sys.exit(2)
     except (Interrupted, KeyboardInterrupt, typer.Abort) as error:
-        complain("interrupted", f"{str(error) or 'nothing is lost'}; run the same command again to go on.")
+        complain("interrupted", f"{str(error) or 'stopped'}; run the same command again to go on from what is saved.")
         sys.exit(130)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,9 +49,24 @@ def progress_bar() -> Iterator[Progress]:
         yield progress
 
 
+class LineNowAndThen:
+    """Progress for logs, where no bar is drawn: the first step, and then a line every half minute."""
+
+    SECONDS = 30.0
+
+    def __init__(self) -> None:
+        self._last = -self.SECONDS
+
+    def __call__(self, step: int, text: str) -> None:
+        now = time.monotonic()
+        if not console.is_terminal and (step == 1 or now - self._last >= self.SECONDS):
+            self._last = now
+            say(text)
+
+
 def is_first_process() -> bool:
     """Of those that a launcher has started."""
-    return os.environ.get("RANK", "0") == "0"
+    return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
 
 
 def say(text: str) -> None:

@@ -107,7 +107,9 @@ def _override(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override!r} is not of the form path.to.key=value", "for example train.num_epochs=3.")
     node = values
     for depth, key in enumerate(keys[:-1]):
-        child = node.setdefault(key, {})
+        if node.get(key) is None:  # absent, or a section that is switched off
+            node[key] = {}
+        child = node[key]
         if not isinstance(child, dict):
             raise ConfigError(f"--set {override!r}: {'.'.join(keys[: depth + 1])} is a value, not a section")
         node = child
@@ -133,7 +135,10 @@ def _explain(problem: Any) -> str:
         return f"{path}: missing; a value is required"
     if problem["type"] == "union_tag_invalid":
         return f"{path}.type: {problem['ctx']['tag']!r} is not right: use one of {problem['ctx']['expected_tags']}"
-    return f"{path}: {problem['input']!r} is not right: {problem['msg'].removeprefix('Value error, ')}"
+    reason = problem["msg"].removeprefix("Value error, ")
+    if isinstance(problem["input"], dict):  # settings that do not go together; the reason names them
+        return f"{path}: {reason}" if path else reason
+    return f"{path}: {problem['input']!r} is not right: {reason}"
 
 
 def _is_union_tag(location: Sequence[Any], index: int) -> bool:

@@ -54,6 +54,8 @@ class Config(Section):
             raise ValueError(f"lora.type: {self.lora.type} can't be put on an nf4 base; use fp8, int8 or another type")
         if self.model.quantization and self.train.distributed == "fsdp":
             raise ValueError("model.quantization and train.distributed: fsdp do not go together; use ddp")
+        if self.train.distributed == "fsdp" and self.optimizer.class_path.startswith("prodigyopt."):
+            raise ValueError("Prodigy sums over one process's shards and gets its step size wrong: no fsdp with it")
         return self
 
     @property

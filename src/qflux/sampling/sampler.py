@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qflux.data.encoded import TextEmbedding
+from qflux.errors import ConfigError
 from qflux.losses.timesteps import BASE_SHIFT, BASE_TOKENS, MAX_SHIFT, MAX_TOKENS
 from qflux.models.family import Family, ModelInputs
 from qflux.ragged.interleave import Interleave
@@ -107,6 +108,8 @@ def _one_schedule(scheduler: Any, tokens: int, steps: int, device: torch.device)
     own.set_timesteps(
         sigmas=np.linspace(1.0, 1 / steps, steps), mu=tokens * slope + (low - slope * base), device=device
     )
+    if not bool(torch.isfinite(own.sigmas).all()):
+        raise ConfigError(f"num_inference_steps: {steps} gives this model no schedule", "use at least 2.")
     return own.sigmas.to(device), own.timesteps / own.config.num_train_timesteps
 
 

@@ -80,6 +80,8 @@ class Checkpoints:
 
     def _known_starts(self, identity: Mapping[str, Any]) -> list[int] | None:
         for folder in reversed(self._all()):
+            if _fault(folder) is not None:
+                continue
             try:
                 saved = json.loads((folder / "state.json").read_text())
                 if all(saved["settings"].get(key) == value for key, value in plain(dict(identity)).items()):
@@ -158,6 +160,19 @@ class Checkpoints:
             shutil.rmtree(staging, ignore_errors=True)
         sync_folder(self.folder)
         self._rotate(final)
+
+    def require_usable(self, total: int) -> None:
+        """An error now, before anything is loaded, if the newest checkpoint can't be continued."""
+        newest = self._newest_complete()
+        if newest is None:
+            return
+        saved = json.loads((newest / "state.json").read_text())
+        self._require_same_settings(newest, saved["settings"])
+        if int(saved["step"]) > total:
+            raise CheckpointError(
+                f"{self.folder.parent} has already trained {saved['step']} steps, more than the {total} asked for",
+                "raise train.max_train_steps, or choose another run_name.",
+            )
 
     def resume(self, state: TrainingState) -> int:
         """Load the newest complete checkpoint into `state`; the number of steps done, 0 if there is none."""

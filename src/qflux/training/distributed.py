@@ -39,7 +39,7 @@ class World:
     @classmethod
     def join(cls) -> World:
         """The world that the launcher has made; a program that has joined already stays in."""
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not dist.is_initialized():
+        if os.environ.get("WORLD_SIZE", "1").strip() in ("", "1") and not dist.is_initialized():
             return cls()
         if not dist.is_initialized():
             backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "cpu:gloo"

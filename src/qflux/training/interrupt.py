@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import signal
 import threading
@@ -13,9 +14,11 @@ from typing import Any
 
 from qflux.errors import QfluxError
 
+logger = logging.getLogger(__name__)
+
 
 class StopRequest:
-    """Whether SIGINT or SIGTERM has arrived. A second SIGINT interrupts at once."""
+    """Whether SIGINT, SIGTERM or SIGHUP has arrived. A second SIGINT interrupts at once."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -23,6 +26,10 @@ class StopRequest:
     def _receive(self, number: int, frame: Any) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if not self.requested:
+            logger.warning(
+                "stopping and saving at the end of this step; once more stops at once and loses what is not saved"
+            )
         self.requested = True
 
 
@@ -33,7 +40,9 @@ def deferred_signals() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    previous = {number: signal.signal(number, request._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {
+        number: signal.signal(number, request._receive) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield request
     finally:

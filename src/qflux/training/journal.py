@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -20,9 +21,11 @@ from qflux.models import get_family
 from qflux.report.pictures import GridRow, edit_grid, write_png
 from qflux.training.encode import PlannedSet
 from qflux.training.ledger import Ledger
-from qflux.training.metrics import LineFile, Listener, StepReport
+from qflux.training.metrics import LineFile, Listener, StepReport, Tracker
 from qflux.training.trackers import open_trackers
 from qflux.training.validation import DrawnEdit, Validation, drifts
+
+logger = logging.getLogger(__name__)
 
 
 class Journal:
@@ -39,14 +42,13 @@ class Journal:
         self._metrics = LineFile(folder / "metrics.jsonl", done)
         self._validation = LineFile(folder / "validation.jsonl", done)
         self._ledger = Ledger(folder / "ledger.jsonl", planned.training, planned.faults, done)
-        self._trackers = open_trackers(config, done)
+        self._trackers = list(open_trackers(config, done))
         self._listener = listener
 
     def step(self, report: StepReport, step: PlannedStep) -> None:
         self._metrics.append(asdict(report))
-        self._ledger.record(report.step, step)
-        for tracker in self._trackers:
-            tracker.log(report.step, report.numbers())
+        self._ledger.record(report.step, step, left_out=report.skipped)
+        self._track(lambda tracker: tracker.log(report.step, report.numbers()))
         if self._listener:
             self._listener(report)
 
@@ -64,10 +66,9 @@ class Journal:
         self._validation.append(line)
         numbers = {f"validation/{key}": value for key, value in line.items() if isinstance(value, float)}
         picture = self._draw(done, edits) if edits else None
-        for tracker in self._trackers:
-            tracker.log(done, numbers)
-            if picture:
-                tracker.image(done, "validation/edits", picture)
+        self._track(lambda tracker: tracker.log(done, numbers))
+        if picture:
+            self._track(lambda tracker: tracker.image(done, "validation/edits", picture))
 
     def card(self, adapter: Path) -> None:
         """`README.md` beside the adapter, with the newest edits."""
@@ -76,8 +77,16 @@ class Journal:
         write_card(adapter.parent, record, pipeline, adapter.name, pictures[-1] if pictures else None)
 
     def close(self) -> None:
-        for tracker in self._trackers:
-            tracker.close()
+        self._track(lambda tracker: tracker.close())
+
+    def _track(self, action: Callable[[Tracker], None]) -> None:
+        """A tracker that fails is left alone from then on; it must not cost a run."""
+        for tracker in list(self._trackers):
+            try:
+                action(tracker)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                logger.warning("%s has failed and is left out from now on: %s", type(tracker).__name__, error)
 
     def _draw(self, done: int, edits: Sequence[DrawnEdit]) -> Path:
         """`samples/step-N.png`, all side by side, and `samples/step-N/`, each output by itself."""

@@ -3,6 +3,7 @@
 {"kind": "sample", "id": …, "name": …, "source": …, "rate": …}     once per sample, at the start
 {"kind": "skipped", "what": …, "source": …, "reason": …}           what the data holds and the run does not use
 {"kind": "step", "step": 12, "epoch": 0, "samples": [id, …]}       all ranks together
+{"kind": "left out", "step": 13, …}                                 the same, but its loss was no number
 """
 
 from __future__ import annotations
@@ -47,14 +48,15 @@ class Ledger:
         self._ids = [sample.id for sample in samples]
         head = [_sample(sample) for sample in samples]
         head += [_skipped(fault) for fault in skipped]
-        done = [line for line in read_ledger(path) if line.get("kind") == "step" and line["step"] <= steps_done]
+        done = [line for line in read_ledger(path) if _is_step(line) and line["step"] <= steps_done]
         write_bytes(path, "".join(json.dumps(line) + "\n" for line in [*head, *done]).encode())
 
-    def record(self, number: int, step: PlannedStep) -> None:
-        """Step `number`, counted from 1, is done."""
+    def record(self, number: int, step: PlannedStep, left_out: bool = False) -> None:
+        """Step `number`, counted from 1, is done; or it was left out, because its loss was no number."""
         ids = [self._ids[visit.sample] for visit in step.visits]
+        line = {"kind": "left out" if left_out else "step", "step": number, "epoch": step.epoch, "samples": ids}
         with self._path.open("a") as file:
-            file.write(json.dumps({"kind": "step", "step": number, "epoch": step.epoch, "samples": ids}) + "\n")
+            file.write(json.dumps(line) + "\n")
 
 
 def coverage(path: Path) -> Coverage:
@@ -66,7 +68,7 @@ def coverage(path: Path) -> Coverage:
             samples.add(line["id"])
         elif line["kind"] == "skipped":
             skipped.append(f"{line['what']}: {line['reason']}")
-        else:
+        elif line["kind"] == "step" and _is_step(line):
             visits.update(line["samples"])
             epochs.add(line["epoch"])
     return Coverage(len(samples), len(visits), visits.total(), len(epochs), tuple(skipped))
@@ -85,6 +87,12 @@ def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(value, dict) and "kind" in value:
             yield value
+
+
+def _is_step(line: dict[str, Any]) -> bool:
+    """A line about a step, and not a foreign one."""
+    kinds = isinstance(line.get("step"), int), isinstance(line.get("samples"), list), isinstance(line.get("epoch"), int)
+    return line.get("kind") in ("step", "left out") and all(kinds)
 
 
 def _skipped(fault: Fault) -> dict[str, Any]:

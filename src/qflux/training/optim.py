@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ def build_optimizer(settings: OptimizerSettings, parameters: Sequence[nn.Paramet
     module_name, _, class_name = settings.class_path.rpartition(".")
     try:
         optimizer_class = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"optimizer.class_path: {settings.class_path} can't be imported: {error}",
             "install the package it comes from, or use torch.optim.AdamW.",
@@ -30,6 +31,9 @@ def build_optimizer(settings: OptimizerSettings, parameters: Sequence[nn.Paramet
         raise ConfigError(f"optimizer.class_path: {settings.class_path} is not a torch optimizer")
     if optimizer_class is torch.optim.LBFGS:
         raise ConfigError("optimizer.class_path: LBFGS evaluates the loss several times a step, which is not supported")
+    odd = [key for key, value in settings.init_args.items() if isinstance(value, float) and not math.isfinite(value)]
+    if odd:
+        raise ConfigError(f"optimizer.init_args.{odd[0]}: {settings.init_args[odd[0]]} is no number to train with")
     known = inspect.signature(optimizer_class).parameters
     arguments = dict(settings.init_args)
     if "fused" in known and "foreach" not in arguments and all(p.is_cuda for p in parameters):
@@ -75,7 +79,9 @@ def build_schedule(settings: TrainSettings, optimizer: torch.optim.Optimizer, to
             power=settings.lr_power,
         )
         (factor, *_) = scheduler.lr_lambdas
-        factor(0)
+        factors = [factor(number) for number in range(0, total_steps, max(1, total_steps // 1000))]
+        if not all(math.isfinite(value) and value >= 0 for value in factors):
+            raise ValueError("its rates are no numbers, or below 0")
     except (ValueError, TypeError, IndexError) as error:
         raise ConfigError(f"train.lr_scheduler: {settings.lr_scheduler} can't be made: {error}") from None
     return Schedule(factor)

@@ -67,7 +67,7 @@ def require_disk(config: Config, state: TrainingState) -> None:
     free = shutil.disk_usage(config.run_dir).free
     if free + there < needed:
         raise QfluxError(
-            f"checkpoints may take {needed / 1e9:.1f} GB, and {config.run_dir} has {free / 1e9:.1f} GB left",
+            f"checkpoints may take {needed / 1e6:,.0f} MB, and {config.run_dir} has {free / 1e6:,.0f} MB left",
             "free some space, lower train.keep_checkpoints, or choose another output_dir.",
         )
 
@@ -124,12 +124,17 @@ def _still_step(update: Update, config: Config) -> None:
             f"optimizer.class_path: {config.optimizer.class_path} can't take a step: {_first_line(error)}",
             "choose another optimizer, or train.distributed: ddp.",
         ) from error
+    if not all(bool(torch.isfinite(local(p)).all()) for p in update.parameters.values()):
+        raise ConfigError(
+            "optimizer.init_args: a step with gradients of zero makes parameters that are no numbers",
+            "an eps above 0 helps, or train.preflight: false.",
+        )
 
 
 def try_edit(edits: HeldOutEdits, model: TrainedModel) -> None:
     """One held-out edit in one step, with its decoding."""
     try:
-        edits(model, steps=1, count=1)
+        edits(model, steps=2, count=1)
     except torch.OutOfMemoryError as error:
         raise QfluxError(
             f"there is not enough memory for a validation image: {_first_line(error)}",
@@ -139,7 +144,7 @@ def try_edit(edits: HeldOutEdits, model: TrainedModel) -> None:
 
 def _try_checkpoint(state: TrainingState, checkpoints: Checkpoints, world: World) -> None:
     """Save and read a checkpoint, and compare."""
-    folder = checkpoints.folder.with_name(".preflight")
+    folder = checkpoints.folder / ".preflight"
     world.first(lambda: shutil.rmtree(folder, ignore_errors=True))  # what a kill has left
     trial = Checkpoints(folder, 1, checkpoints.settings, world)
     before = {name: local(parameter).clone() for name, parameter in state.update.parameters.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -130,6 +130,9 @@ class Run:
         self._journal: Journal | None = None
         self._reports: list[StepReport] = []
         self._best: float | None = None
+        self._whole_steps: int | None = None
+        """Steps after which parameters and optimizer belong together; nothing while a step is being taken."""
+        self._is_broken = False
 
     def __call__(self) -> FitResult:
         """Do every step of the plan that is not done yet."""
@@ -137,17 +140,13 @@ class Run:
         if config.train.preflight:
             self._preflight()
         done = self._checkpoints.resume(self._state)
-        if done > self._total:
-            raise CheckpointError(
-                f"{config.run_dir} has already trained {done} steps, more than the {self._total} asked for",
-                "raise train.max_train_steps, or choose another run_name.",
-            )
         best = self._world.first(self._checkpoints.best)
         self._best = self._world.share(best[1] if best else None)
         self._journal = self._world.first(lambda: Journal(config, self._planned, done, self._listener))
         try:
             found = self._first_look(done)
-            found = self._loop(done) or found
+            with self._saving_what_is_done():
+                found = self._loop(done) or found
             return self._finish(done, found)
         finally:
             if self._journal:
@@ -179,7 +178,9 @@ class Run:
                     if not assigned.is_stand_in:
                         figures.add(terms, batch)
                 gathered = figures.gathered()
+                self._whole_steps = None
                 taken = update.apply(number, (gathered[0] * gathered[2]).sum())
+                self._whole_steps = number + 1
                 self._readback.push(self._note(number, step, figures, clock), packed(taken, gathered))
 
                 broken = self._report()
@@ -194,6 +195,22 @@ class Run:
                 if stopping and not last:
                     raise Interrupted(f"stopped and saved after step {number + 1} of {self._total}")
         return found
+
+    @contextmanager
+    def _saving_what_is_done(self) -> Iterator[None]:
+        """An error beside the arithmetic (a file, a disk, a tracker) costs no step that was taken."""
+        try:
+            yield
+        except (Interrupted, CheckpointError):
+            raise
+        except Exception:
+            # With several processes the others may be anywhere; what they have saved last is what there is.
+            if self._world.size == 1 and self._whole_steps and not self._is_broken:
+                with suppress(Exception):
+                    if self._report(wait=True) is None:
+                        self._checkpoints.save(self._whole_steps, self._state)
+                        logger.warning("saved after step %d, before the error", self._whole_steps)
+            raise
 
     def _assigned(self, done: int) -> Iterator[Assignment]:
         for _, step in self._plan.steps(done, self._total):
@@ -233,12 +250,14 @@ class Run:
 
     def _stop_at(self, broken: _Broken) -> None:
         """Parameters are as they were before the broken step: save them, and say what broke it."""
+        self._is_broken = True
         folder = self._checkpoints.save(broken.number, self._state)
         names = ", ".join(self._names(broken_samples(broken.step, broken.values)))
         raise QfluxError(
             f"step {broken.number + 1}: the loss or the gradient is no number (gradient norm {broken.values[0]}); "
             f"of {names}. Saved before that step: {folder}",
-            "look at these samples, lower the learning rate, try model.dtype: float32, or set train.on_nan: skip.",
+            "look at these samples, or set train.on_nan: skip; with another run_name, lower the learning rate or try "
+            "model.dtype: float32.",
         )
 
     def _names(self, samples: list[int]) -> list[str]:
@@ -283,6 +302,11 @@ class Run:
 
     def _finish(self, done: int, found: Validation | None) -> FitResult:
         folder = self._config.run_dir
+        if self._reports and all(report.skipped for report in self._reports):
+            raise QfluxError(
+                f"none of the {len(self._reports)} steps was taken: every loss or gradient was no number",
+                "lower the learning rate or lora.alpha, or try model.dtype: bfloat16.",
+            )
         result = self._write(folder / ("transformer" if self._model.is_full else "adapter"))
         if not self._model.is_full and self._journal:
             self._journal.card(result)

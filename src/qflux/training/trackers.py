@@ -93,7 +93,20 @@ _KINDS: dict[str, type[TensorBoard] | type[WeightsAndBiases] | type[SwanLab]] = 
 
 def open_trackers(config: Config, steps_done: int) -> Sequence[Tracker]:
     """The trackers that a config asks for; a resumed run says how many steps are drawn already."""
-    return [_KINDS[name](config, steps_done) for name in dict.fromkeys(config.train.trackers)]
+    return [_open(name, config, steps_done) for name in dict.fromkeys(config.train.trackers)]
+
+
+def _open(name: str, config: Config, steps_done: int) -> Tracker:
+    try:
+        return _KINDS[name](config, steps_done)
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"train.trackers: {name} can't be started: {reason}",
+            "log in to it, set its mode to offline in the environment, or leave it out.",
+        ) from error
 
 
 def require_trackers(config: Config) -> None:

@@ -155,6 +155,7 @@ class Trainer:
         if total == 0:
             raise ConfigError("no sample is due in the epochs to train", "raise train.num_epochs or the weights.")
         checkpoints.settings = path_settings(config, total) | identity
+        world.first(lambda: checkpoints.require_usable(total))
         require_parts(config, self.family, total)
         logger.info("%d samples, %d steps, %d processes", len(planned.training), total, world.size)
 
