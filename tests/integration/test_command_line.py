@@ -159,10 +159,10 @@ def test_a_wrong_command_line_is_a_message_and_exit_code_2(arguments, capsys):
     assert "Traceback" not in printed.err
 
 
-def test_ctrl_c_while_caching_says_that_nothing_is_lost(config_file, monkeypatch, capsys):
+def test_ctrl_c_while_caching_says_how_to_go_on(config_file, monkeypatch, capsys):
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("qflux.training.trainer.plan_samples", interrupt)
     assert run("cache", "--config", config_file()) == 130
-    assert "nothing is lost; run the same command again" in capsys.readouterr().err
+    assert "run the same command again to go on from what is saved" in capsys.readouterr().err
