@@ -345,7 +345,7 @@ def test_running_out_of_memory_names_the_largest_batch_and_what_to_change(config
 def test_too_little_disk_is_found_before_the_first_step(config, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=1000)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(QfluxError, match=r"checkpoints may take .* GB"):
+    with pytest.raises(QfluxError, match=r"checkpoints may take .* MB"):
         Trainer(config()).fit()
 
 
@@ -361,7 +361,7 @@ def test_preflight_leaves_no_trace_in_the_result(config):
         for name in ("true", "false")
     )
     assert with_.adapter.read_bytes() == without.adapter.read_bytes()
-    assert not (with_.adapter.parents[1] / ".preflight").exists()
+    assert not (with_.adapter.parents[1] / "checkpoints" / ".preflight").exists()
 
 
 def test_metrics_say_what_a_step_was(config):
@@ -533,7 +533,7 @@ def test_the_largest_batch_is_tried_with_everything_dropout_could_take_away(conf
 
 def test_what_a_killed_preflight_leaves_does_not_matter(config):
     settings = config()
-    torn = settings.run_dir / ".preflight" / "step-00000000"
+    torn = settings.run_dir / "checkpoints" / ".preflight" / "step-00000000"
     torn.mkdir(parents=True)
     (torn / "manifest.json").write_text("{}")
     Trainer(settings).fit()

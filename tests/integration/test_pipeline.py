@@ -35,6 +35,7 @@ def trained(tmp_path_factory, checkpoint, data_set, cache):
         "train.max_train_steps=12",
         "optimizer.init_args={lr: 0.03}",
         "predict.num_inference_steps=4",
+        "predict.preprocessing=config",
     )
     return settings, Trainer(settings).fit().adapter
 

@@ -8,6 +8,7 @@ Gradients are summed, not averaged: the loss of a step is divided by counts over
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +46,7 @@ class World:
             backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "cpu:gloo"
             try:
                 dist.init_process_group(backends)
+                atexit.register(dist.destroy_process_group)  # gloo's threads must not outlive the interpreter
             except (ValueError, RuntimeError) as error:
                 raise QfluxError(
                     f"the processes can't find each other: {error}",
