@@ -123,6 +123,7 @@ def test_a_folder_and_a_table_are_lists_too(settings, images, tmp_path, kind):
     if kind == "folder":
         (images / "i0.txt").write_text("make it red")
         shutil.copy(images / "i1.png", images / "i0_control_1.png")
+        shutil.copy(images / "i1.png", images / "i0_mask.png")  # of a data set; no image to edit
         jobs = images
     else:
         jobs = images / "jobs.csv"

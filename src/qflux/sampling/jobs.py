@@ -135,7 +135,7 @@ def _folder(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         f.stem: f for f in sorted(folder.iterdir()) if f.suffix.lower() in SUFFIXES and not f.name.startswith(".")
     }
     for stem, image in images.items():
-        if re.fullmatch(r"(.+)_control_\d+", stem):
+        if re.fullmatch(r"(.+)_control_\d+", stem) or stem.removesuffix("_mask") in images.keys() - {stem}:
             continue
         row: dict[str, Any] = {"name": stem, "image": image.name}
         number = 1
