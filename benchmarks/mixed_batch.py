@@ -185,17 +185,23 @@ def measure(step: Callable[[], None], scale: Scale, device: str, warmup: int) ->
     """Median seconds of a step, and peak memory in GiB."""
     for _ in range(warmup):
         step()
-    times = []
     with peak_memory(device) as peak:
-        for _ in range(scale.repeats):
-            if device == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            step()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-    return statistics.median(times), peak[0]
+        seconds = median_seconds(step, scale.repeats, device)
+    return seconds, peak[0]
+
+
+def median_seconds(work: Callable[[], Any], repeats: int, device: str) -> float:
+    """Each time until the device is done."""
+    times = []
+    for _ in range(repeats):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def cpu_peak() -> float:

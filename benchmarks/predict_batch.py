@@ -9,15 +9,13 @@ both. Weights are random: speed does not depend on them. The edits have a contro
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import diffusers
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxKontextPipeline
-from mixed_batch import FULL, SMALL, Scale, build_transformer
+from mixed_batch import FULL, SMALL, Scale, build_transformer, median_seconds
 from torch import Tensor
 
 from qflux.data.encoded import TextEmbedding, TextLimit
@@ -118,19 +116,6 @@ class Edits:
         return run
 
 
-def seconds(run: Callable[[], list[Tensor]], repeats: int, device: str) -> float:
-    times = []
-    for _ in range(repeats):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
@@ -151,16 +136,16 @@ def main() -> None:
     apart = max(
         float(((a.float() * 2 - 1) - b.float().clamp(-1, 1)).abs().mean()) for a, b in zip(alone, batched, strict=True)
     )
-    baseline = seconds(stock, arguments.repeats, device)
+    baseline = median_seconds(stock, arguments.repeats, device)
     print(f"| six pipeline calls | {baseline:.2f} | 1.00x |", flush=True)
-    eager = seconds(ours, arguments.repeats, device)
+    eager = median_seconds(ours, arguments.repeats, device)
     print(f"| one ragged batch | {eager:.2f} | {eager / baseline:.2f}x |", flush=True)
     if device == "cuda":
         compile_blocks(get_family("flux-kontext").blocks(edits.transformer))
         edits.steps = 2
         ours()
         edits.steps = steps
-        compiled = seconds(ours, arguments.repeats, device)
+        compiled = median_seconds(ours, arguments.repeats, device)
         print(f"| one ragged batch, compiled | {compiled:.2f} | {compiled / baseline:.2f}x |", flush=True)
     print(f"\nmean difference of the images, of 2: {apart:.4f}")
 

@@ -18,10 +18,9 @@ import time
 import warnings
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
-from mixed_batch import BATCHES, FULL, SMALL, Batch, Scale, build_transformer, training_step
+from mixed_batch import BATCHES, FULL, SMALL, Batch, Scale, build_transformer, median_seconds, training_step
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -98,21 +97,6 @@ class Watch:
         return +calls
 
 
-def bare_seconds(step: Any, repeats: int, device: str) -> float:
-    for _ in range(WARM_UP):
-        step()
-    times = []
-    for _ in range(repeats):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["flux", "qwen"], default="flux")
@@ -157,7 +141,9 @@ def main() -> None:
     assert len(lines) == result.steps
     measured = lines[WARM_UP : WARM_UP + MEASURED]
     loop = statistics.median(line["seconds"] for line in measured)
-    bare = bare_seconds(training_step(transformer, scale, batch, "packed", device), MEASURED, device)
+    step = training_step(transformer, scale, batch, "packed", device)
+    median_seconds(step, WARM_UP, device)
+    bare = median_seconds(step, MEASURED, device)
 
     machine = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{scale.name}, LoRA rank 16, {scale.dtype}, {'compiled' if compiled else 'eager'}, {machine}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ class JobRun:
         checked = [found for job in jobs if (found := self._check(job, negative_prompt, report)) is not None]
         done = 0
         for batch in self._batches(checked):
-            missing = [item for item in batch if not self._has(item, report)]
+            missing = [item for item in batch if not self._gallery.has(item.job.name, item.key)]
             report.kept += [self._gallery.path(item.job.name) for item in batch if item not in missing]
             if missing:
                 made = self._make(batch, report, lambda note, done=done: progress(done, len(checked), note))  # type: ignore[misc]
@@ -87,7 +87,7 @@ class JobRun:
             report.problems.append(f"{job.name}: {error.problem}")
             return None
         seed = self._seed if job.seed is None else job.seed
-        job = job if job.negative_prompt is not None else _with_negative(job, negative_prompt)
+        job = job if job.negative_prompt is not None else replace(job, negative_prompt=negative_prompt)
         content = [job.prompt, job.prompt_2, job.negative_prompt, seed, job.size, [fact.hash for fact in facts]]
         return _Checked(job, seed, key_of("edit", content, self._circumstances), tokens)
 
@@ -102,9 +102,6 @@ class JobRun:
             batches[-1].append(item)
             room -= item.tokens
         return batches
-
-    def _has(self, item: _Checked, report: JobsReport) -> bool:
-        return self._gallery.has(item.job.name, item.key)
 
     def _make(
         self, batch: Sequence[_Checked], report: JobsReport, step: Callable[[str], None]
@@ -172,7 +169,3 @@ class JobRun:
 def _alike(control: Image.Image, output: Image.Image) -> bool:
     """Of nearly the same aspect ratio: shown at the same size they can be compared."""
     return abs(control.width / control.height * output.height / output.width - 1) < 0.1
-
-
-def _with_negative(job: Job, negative_prompt: str | None) -> Job:
-    return Job(job.name, job.images, job.prompt, job.prompt_2, negative_prompt, job.seed, job.size)
