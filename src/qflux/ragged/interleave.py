@@ -43,6 +43,12 @@ class Interleave:
         parts = (first, second, stream_sample[joint_order], joint_order, torch.argsort(joint_order))
         return cls(*(upload(part, device) for part in parts))
 
+    @property
+    def joint_rows(self) -> tuple[Tensor, Tensor]:
+        """The place in joint order of every token of the first and of the second stream."""
+        first, second = self._stream_order.split([len(self.first_sample), len(self.second_sample)])
+        return first, second
+
     def join(self, first: Tensor, second: Tensor) -> Tensor:
         """Both streams as one tensor in joint order."""
         return _Reorder.apply(torch.cat([first, second]), self._joint_order, self._stream_order)

@@ -5,22 +5,28 @@ Shapes: T tokens, R rows of conditioning (one per sample, or more where tokens o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from qflux.ragged import fused
+from qflux.ragged.mlp import feed_forward
 
 _FP16_MAX = 65504
 
 
-def modulate(tokens: Tensor, scale: Tensor, shift: Tensor, row: Tensor) -> Tensor:
-    """`tokens * (1 + scale) + shift` of `(T, C)`, with scale and shift `(R, C)` of each token's own row."""
-    return torch.addcmul(shift.index_select(0, row), tokens, (1 + scale).index_select(0, row))
+def norm_modulate(norm: nn.LayerNorm, tokens: Tensor, scale: Tensor, shift: Tensor, row: Tensor) -> Tensor:
+    """`norm(tokens) * (1 + scale) + shift` of `(T, C)`, with scale and shift `(R, C)` of each token's own row."""
+    if fused.ready(tokens):
+        return fused.norm_modulate(tokens, norm.eps, scale, shift, row)
+    return torch.addcmul(shift.index_select(0, row), norm(tokens), (1 + scale).index_select(0, row))
 
 
 def add_gated(tokens: Tensor, gate: Tensor, update: Tensor, row: Tensor) -> Tensor:
     """`tokens + gate * update` of `(T, C)`, with the gate `(R, C)` of each token's own row."""
+    if fused.ready(tokens):
+        return fused.add_gated(tokens, gate, update, row)
     return torch.addcmul(tokens, gate.index_select(0, row), update)
 
 
@@ -34,17 +40,20 @@ class ModulatedStream:
     """`(T,)` which row of the conditioning each token takes."""
     conditioning: Tensor
     """`(R, 6 C)` shift, scale and gate for attention, then for the MLP."""
-    norms: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
-    mlp: Callable[[Tensor], Tensor]
+    norms: tuple[nn.LayerNorm, nn.LayerNorm]
+    """Without weights of their own."""
+    mlp: nn.Module
+    """diffusers' `FeedForward`."""
 
     def before_attention(self) -> Tensor:
         shift, scale, _, _, _, _ = self.conditioning.chunk(6, dim=-1)
-        return modulate(self.norms[0](self.tokens), scale, shift, self.row)
+        return norm_modulate(self.norms[0], self.tokens, scale, shift, self.row)
 
     def after_attention(self, attended: Tensor) -> Tensor:
         _, _, gate, shift, scale, gate_mlp = self.conditioning.chunk(6, dim=-1)
         tokens = add_gated(self.tokens, gate, attended, self.row)
-        return add_gated(tokens, gate_mlp, self.mlp(modulate(self.norms[1](tokens), scale, shift, self.row)), self.row)
+        modulated = norm_modulate(self.norms[1], tokens, scale, shift, self.row)
+        return add_gated(tokens, gate_mlp, feed_forward(self.mlp, modulated), self.row)
 
 
 def clip_fp16(tokens: Tensor) -> Tensor:

@@ -21,9 +21,11 @@ from torch import Tensor
 
 from qflux.models.padding import Padding
 from qflux.ragged.attention import contiguous_gradient
+from qflux.ragged.heads import join_heads, join_turned_heads, turned_heads
 from qflux.ragged.layout import PackedLayout, RaggedLayout
-from qflux.ragged.modulation import ModulatedStream, add_gated, clip_fp16, modulate
-from qflux.ragged.rope import Rotary, rotary_from, rotate
+from qflux.ragged.mlp import gelu_linear, linear_of_two
+from qflux.ragged.modulation import ModulatedStream, add_gated, clip_fp16, norm_modulate
+from qflux.ragged.rope import Rotary, rotary_from
 
 
 class RaggedFluxBlock(FluxTransformerBlock):
@@ -51,19 +53,21 @@ class RaggedFluxBlock(FluxTransformerBlock):
             (self.norm1_context.norm, self.norm2_context),
             self.ff_context,
         )
-        query, key, value = self._joint_qkv(text.before_attention(), image.before_attention(), layout)
-        attended = layout.attend(rotate(query, image_rotary_emb), rotate(key, image_rotary_emb), value)
+        qkv = self._joint_qkv(text.before_attention(), image.before_attention(), image_rotary_emb, layout)
+        attended = layout.attend(*qkv)
         text_out, image_out = layout.split(attended.flatten(1))
         text_out, image_out = self.attn.to_add_out(text_out), self.attn.to_out[1](self.attn.to_out[0](image_out))
         return clip_fp16(text.after_attention(text_out)), image.after_attention(image_out)
 
-    def _joint_qkv(self, text: Tensor, image: Tensor, layout: RaggedLayout) -> tuple[Tensor, Tensor, Tensor]:
+    def _joint_qkv(
+        self, text: Tensor, image: Tensor, rotary: Rotary, layout: RaggedLayout
+    ) -> tuple[Tensor, Tensor, Tensor]:
         attn = self.attn
         text_q, text_k, text_v = _heads(attn, attn.add_q_proj(text), attn.add_k_proj(text), attn.add_v_proj(text))
         image_q, image_k, image_v = _heads(attn, attn.to_q(image), attn.to_k(image), attn.to_v(image))
-        query = layout.join(attn.norm_added_q(text_q), attn.norm_q(image_q))
-        key = layout.join(attn.norm_added_k(text_k), attn.norm_k(image_k))
-        return query, key, layout.join(text_v, image_v)
+        query = join_turned_heads(layout, text_q, image_q, (attn.norm_added_q, attn.norm_q), rotary)
+        key = join_turned_heads(layout, text_k, image_k, (attn.norm_added_k, attn.norm_k), rotary)
+        return query, key, join_heads(layout, text_v, image_v)
 
 
 class SingleStreamAttention(FluxAttention):
@@ -90,11 +94,12 @@ class RaggedFluxSingleBlock(FluxSingleTransformerBlock):
             return super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs)
         attn, of_joint = self.attn, layout.joint_sample
         shift, scale, gate = _conditioning(self.norm, temb).chunk(3, dim=-1)
-        tokens = modulate(self.norm.norm(hidden_states), scale, shift, of_joint)
+        tokens = norm_modulate(self.norm.norm, hidden_states, scale, shift, of_joint)
         query, key, value = _heads(attn, attn.to_q(tokens), attn.to_k(tokens), attn.to_v(tokens))
-        query, key = rotate(attn.norm_q(query), image_rotary_emb), rotate(attn.norm_k(key), image_rotary_emb)
+        query = turned_heads(query, attn.norm_q, image_rotary_emb)
+        key = turned_heads(key, attn.norm_k, image_rotary_emb)
         attended = layout.attend(query, key, value).flatten(1)
-        out = self.proj_out(torch.cat([attended, self.act_mlp(self.proj_mlp(tokens))], dim=1))
+        out = linear_of_two(self.proj_out, attended, gelu_linear(self.proj_mlp, tokens))
         return clip_fp16(add_gated(hidden_states, gate, out, of_joint))
 
 
@@ -237,7 +242,7 @@ class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
         image = layout.split(joint)[1]
         norm = self.norm_out
         scale, shift = norm.linear(norm.silu(temb).to(image.dtype)).chunk(2, dim=1)
-        return layout.leave_image(self.proj_out(modulate(norm.norm(image), scale, shift, layout.image_sample)))
+        return layout.leave_image(self.proj_out(norm_modulate(norm.norm, image, scale, shift, layout.image_sample)))
 
 
 def _conditioning(norm: Any, temb: Tensor) -> Tensor:

@@ -18,9 +18,10 @@ from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
 from qflux.models.padding import Padding, as_bool
+from qflux.ragged.heads import join_heads, join_turned_heads
 from qflux.ragged.layout import ImageShape, PackedLayout, RaggedLayout, image_tokens
-from qflux.ragged.modulation import ModulatedStream, clip_fp16, modulate
-from qflux.ragged.rope import Rotary, rotate
+from qflux.ragged.modulation import ModulatedStream, clip_fp16, norm_modulate
+from qflux.ragged.rope import Rotary
 from qflux.ragged.transfer import upload
 
 ImgShapes = Sequence[Sequence[ImageShape]]
@@ -70,25 +71,26 @@ class RaggedQwenImageBlock(QwenImageTransformerBlock):
             (self.txt_norm1, self.txt_norm2),
             self.txt_mlp,
         )
-        query, key, value = self._joint_qkv(text.before_attention(), image.before_attention(), layout)
-        attended = layout.attend(rotate(query, image_rotary_emb), rotate(key, image_rotary_emb), value)
+        qkv = self._joint_qkv(text.before_attention(), image.before_attention(), image_rotary_emb, layout)
+        attended = layout.attend(*qkv)
         text_out, image_out = layout.split(attended.flatten(1))
         text_out, image_out = self.attn.to_add_out(text_out), self.attn.to_out[1](self.attn.to_out[0](image_out))
         return clip_fp16(text.after_attention(text_out)), clip_fp16(image.after_attention(image_out))
 
-    def _joint_qkv(self, text: Tensor, image: Tensor, layout: RaggedLayout) -> tuple[Tensor, Tensor, Tensor]:
+    def _joint_qkv(
+        self, text: Tensor, image: Tensor, rotary: Rotary, layout: RaggedLayout
+    ) -> tuple[Tensor, Tensor, Tensor]:
         attn = self.attn
         heads = (-1, attn.inner_dim // attn.heads)
-        query = layout.join(
-            attn.norm_added_q(attn.add_q_proj(text).unflatten(-1, heads)),
-            attn.norm_q(attn.to_q(image).unflatten(-1, heads)),
+        text_q, text_k, text_v = (
+            project(text).unflatten(-1, heads) for project in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
         )
-        key = layout.join(
-            attn.norm_added_k(attn.add_k_proj(text).unflatten(-1, heads)),
-            attn.norm_k(attn.to_k(image).unflatten(-1, heads)),
+        image_q, image_k, image_v = (
+            project(image).unflatten(-1, heads) for project in (attn.to_q, attn.to_k, attn.to_v)
         )
-        value = layout.join(attn.add_v_proj(text).unflatten(-1, heads), attn.to_v(image).unflatten(-1, heads))
-        return query, key, value
+        query = join_turned_heads(layout, text_q, image_q, (attn.norm_added_q, attn.norm_q), rotary)
+        key = join_turned_heads(layout, text_k, image_k, (attn.norm_added_k, attn.norm_k), rotary)
+        return query, key, join_heads(layout, text_v, image_v)
 
 
 class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
@@ -261,7 +263,7 @@ class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
 
         norm = self.norm_out
         scale, shift = norm.linear(norm.silu(temb[:batch]).to(image.dtype)).chunk(2, dim=1)
-        return layout.leave_image(self.proj_out(modulate(norm.norm(image), scale, shift, layout.image_sample)))
+        return layout.leave_image(self.proj_out(norm_modulate(norm.norm, image, scale, shift, layout.image_sample)))
 
 
 def _padding(
