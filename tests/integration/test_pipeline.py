@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from qflux.adapters.attach import Weighted, attach_all
+from qflux.config import ProcessorSettings
 from qflux.data.images import ImageFile, load_rgb
 from qflux.errors import CheckpointError
 from qflux.models import get_family
@@ -44,10 +45,12 @@ def control_image(data_set, size=(128, 96)) -> Image.Image:
     return load_rgb(ImageFile(data_set / "control_images/scene_001.png")).resize(size)
 
 
-def pipeline_image(pipe, image, prompt, seed, steps) -> np.ndarray:
+def pipeline_image(pipe, image, prompt, seed, steps, negative=None) -> np.ndarray:
     return pipe(
         image=image,
         prompt=prompt,
+        negative_prompt=negative,
+        true_cfg_scale=2.5 if negative else 1.0,
         height=image.height,
         width=image.width,
         max_area=image.height * image.width,
@@ -60,21 +63,23 @@ def pipeline_image(pipe, image, prompt, seed, steps) -> np.ndarray:
     ).images[0]
 
 
-def qflux_image(trainer, image, prompt, seed, lora=None) -> np.ndarray:
+def qflux_image(trainer, image, prompt, seed, lora=None, negative=None) -> np.ndarray:
     """In floating point: an 8-bit image would hide errors below 1/255."""
     predictor = trainer.predictor([Weighted(lora)] if lora else ())
-    edit = Edit((image,), prompt, seed=seed)
+    edit = Edit((image,), prompt, negative_prompt=negative, seed=seed)
     ((tokens, shape),) = predictor.latents([edit], trainer.config.predict.num_inference_steps, 3.5)
     pixels = predictor._encoder.decode_image(tokens, shape)
     return (pixels / 2 + 0.5).clamp(0, 1).permute(1, 2, 0).numpy()
 
 
+@pytest.mark.parametrize("negative", [None, "blurry"], ids=["no CFG", "true CFG"])
 @pytest.mark.parametrize("with_lora", [False, True], ids=["base", "LoRA"])
-def test_predict_and_the_pipeline_give_the_same_image(trained, checkpoint, data_set, with_lora):
+def test_predict_and_the_pipeline_give_the_same_image(trained, checkpoint, data_set, with_lora, negative):
     settings, adapter = trained
     settings = settings.model_copy(
         update={
-            "data": settings.data.model_copy(update={"processor": type(settings.data.processor)(target_size=(96, 128))})
+            "data": settings.data.model_copy(update={"processor": ProcessorSettings(target_size=(96, 128))}),
+            "predict": settings.predict.model_copy(update={"true_cfg_scale": 2.5}),
         }
     )
     pipe = FluxKontextPipeline.from_pretrained(checkpoint)
@@ -82,12 +87,12 @@ def test_predict_and_the_pipeline_give_the_same_image(trained, checkpoint, data_
     if with_lora:
         pipe.load_lora_weights(adapter.parent)
     image = control_image(data_set)
-    ours = qflux_image(Trainer(settings), image, "make the star blue", 7, adapter if with_lora else None)
-    theirs = pipeline_image(pipe, image, "make the star blue", 7, 4)
+    ours = qflux_image(Trainer(settings), image, "make the star blue", 7, adapter if with_lora else None, negative)
+    theirs = pipeline_image(pipe, image, "make the star blue", 7, 4, negative)
     assert ours.shape == theirs.shape
     assert np.abs(ours - theirs).max() <= 1e-4
-    if with_lora:
-        assert np.abs(ours - qflux_image(Trainer(settings), image, "make the star blue", 7)).max() > 1e-2
+    if with_lora or negative:
+        assert np.abs(ours - qflux_image(Trainer(settings), image, "make the star blue", 7)).max() > 1e-3
 
 
 def test_the_lora_loads_into_the_pipeline_with_no_unexpected_or_missing_key(trained, checkpoint, caplog):
@@ -116,12 +121,16 @@ def test_a_mixed_batch_of_edits_equals_one_by_one(trained, data_set):
         Edit((tall, wide), "give it the colour of the second image", seed=2),
         Edit((), "a red circle", seed=3, size=(96, 64)),
         Edit((wide,), "make it green", seed=4, size=(64, 64)),
+        Edit((tall, tall, wide), "all of them", negative_prompt="none", seed=5),
+        Edit((tall,), "", seed=6, size=(112, 48)),
     ]
-    together = predictor.latents(edits, 3, 3.5)
-    for edit, (tokens, shape) in zip(edits, together, strict=True):
-        ((alone, alone_shape),) = predictor.latents([edit], 3, 3.5)
-        assert shape == alone_shape
-        assert (tokens - alone).abs().max() <= 1e-5
+    alone = [predictor.latents([edit], 3, 3.5)[0] for edit in edits]
+    for order in ([0, 1, 2, 3, 4, 5], [5, 2, 4, 0, 3, 1]):
+        together = predictor.latents([edits[row] for row in order], 3, 3.5)
+        for row, (tokens, shape) in zip(order, together, strict=True):
+            expected, expected_shape = alone[row]
+            assert shape == expected_shape
+            assert (tokens - expected).abs().max() <= 1e-5
 
 
 def load(file) -> None:
