@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import time
@@ -156,23 +155,48 @@ def test_bad_jobs_are_named_and_the_others_run(settings, images, tmp_path, capsy
         {"name": "twin", "images": ["i0.png"], "prompt": "x"},
         {"name": "twin", "images": ["i1.png"], "prompt": "x"},
         {"name": "numb", "images": ["i0.png"], "prompt": 7},
+        {"name": "n" * 300, "images": ["i0.png"], "prompt": "x"},
+        {"name": "torn \ud800", "images": ["i0.png"], "prompt": "x"},
+        {"name": "half a letter", "images": ["i0.png"], "prompt": "x\udcff"},
+        {"name": "stranger", "images": ["~nobody-here/x.png"], "prompt": "x"},
+        {"name": "endless", "images": ["x" * 5000], "prompt": "x"},
+        {"name": "extra", "images": ["i0.png"], "prompt": "x", "colour": "red"},
+        {"name": "blank", "images": ["i0.png"], "prompt": "  "},
+        {"name": "foreign", "images": ["i0.png"], "prompt": "x"},
     ]
     out = tmp_path / "out"
+    out.mkdir()
+    shutil.copy(images / "i0.png", out / "foreign.png")
     jobs = write_jobs(images, rows)
-    jobs.write_text(jobs.read_text() + "{not json\n")
+    jobs.write_text(jobs.read_text() + "{not json\n" + "[" * 100_000 + "\n")
     assert run(settings, ["--jobs", str(jobs), "--output", str(out)], tmp_path) == 2
-    assert sorted(file.name for file in out.iterdir()) == ["contact_sheet.png", "job0.png", "job1.png"]
+    assert sorted(file.name for file in out.glob("*.png")) == [
+        "contact_sheet.png",
+        "foreign.png",
+        "job0.png",
+        "job1.png",
+    ]
     said = capsys.readouterr().err
-    for name in ("truncated", "unreadable", "odd", "absurd", "huge", "twin"):
+    for name in ("truncated", "unreadable", "odd", "absurd", "huge", "twin", "foreign"):
         assert f"{name}: " in said
-    for line, reason in (
-        (3, "nowhere.png"),
-        (6, "no prompt"),
-        (10, "go together"),
-        (11, "whole number"),
-        (12, "escape"),
+    for name, reason in (
+        ("missing (line 3)", "nowhere.png"),
+        ("speechless (line 6)", "no prompt"),
+        ("half (line 10)", "go together"),
+        ("seedy (line 11)", "whole number"),
+        ("line 12", "escape"),
+        ("line 16", "300 bytes"),
+        ("line 17", "characters that are none"),
+        ("half a letter (line 18)", "characters that are none"),
+        ("stranger (line 19)", "can't be opened"),
+        ("endless (line 20)", "can't be opened"),
+        ("extra (line 21)", "'colour' means nothing"),
+        ("blank (line 22)", "no prompt"),
+        ("line 24", "no JSON"),
+        ("line 25", "no JSON"),
     ):
-        assert any(f"line {line}: " in part and reason in part for part in said.splitlines()), line
+        assert any(name in part and reason in part for part in said.splitlines()), name
+    assert "23 of 25 jobs" in said
     assert "Traceback" not in said
 
 
@@ -259,13 +283,92 @@ def test_one_prediction_says_how_it_was_made_in_every_format(settings, images, t
     assert (notes["prompt"], notes["seed"], notes["family"]) == ("größer", 5, "flux-kontext")
 
 
+@pytest.mark.parametrize(
+    ("text", "prompts", "problem"),
+    [
+        ('image,prompt\ni0.png,"make it\nsnow"\n', ["make it\nsnow"], None),
+        ("image,prompt\ni0.png,make it snow\u2028now\n", ["make it snow\u2028now"], None),
+        ("image,prompt\ni0.png,make it snow, please\ni1.png,x\n", ["x"], "more cells"),
+        ('image,prompt\ni0.png,x\ni1.png,"open\ni2.png,y\n', ["x"], "can't be read"),
+        ("image,prompt,negative_prompt\ni0.png,x,\n", ["x"], None),
+    ],
+)
+def test_tables_are_read_as_they_are_written(images, text, prompts, problem):
+    (images / "jobs.csv").write_text(text, encoding="utf-8")
+    found = read_jobs(images / "jobs.csv")
+    assert [job.prompt for job in found.jobs] == prompts
+    assert all(job.negative_prompt is None for job in found.jobs)
+    assert (problem in found.problems[0]) if problem else not found.problems
+
+
+def test_a_folder_says_what_it_leaves_out(images):
+    shutil.copy(images / "i0.png", images / "i1.jpg")
+    shutil.copy(images / "i0.png", images / "lost_control_1.png")
+    (images / "i2.txt").write_bytes("heiß".encode("latin-1"))
+    (images / "i3.txt").write_bytes(b"\xef\xbb\xbfmake it red\n")
+    found = read_jobs(images, "default")
+    assert {job.name: job.prompt for job in found.jobs} == {
+        "i0": "default",
+        "i3": "make it red",
+        "i4": "default",
+        "i5": "default",
+    }
+    assert [problem.partition(":")[0] for problem in found.problems] == ["i1.jpg", "i2.png", "lost_control_1.png"]
+
+
+def test_a_photo_with_an_orientation_is_turned_once(settings, images, tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture((96, 64), 1).save(images / "e.jpg", exif=exif)
+    out = tmp_path / "o.png"
+    assert run(settings, ["--image", str(images / "e.jpg"), "--prompt", "x", "--output", str(out)], tmp_path) == 0
+    width, height = Image.open(out).size
+    assert width < height
+
+
+def test_nothing_of_the_users_is_overwritten(settings, images, tmp_path, capsys):
+    photo = images / "i0.png"
+    before = photo.read_bytes()
+    for output in (photo, images / "i1.png"):
+        assert run(settings, ["--image", str(photo), "--prompt", "x", "--output", str(output)], tmp_path) == 2
+    out = tmp_path / "out"
+    out.mkdir()
+    shutil.copy(photo, out / "contact_sheet.png")
+    jobs = write_jobs(images, mixed_rows(1))
+    assert run(settings, ["--jobs", str(jobs), "--output", str(out)], tmp_path) == 2
+    assert photo.read_bytes() == (out / "contact_sheet.png").read_bytes() == before
+    assert "not made by qflux" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", ["model.dtype=bfloat16", "data.processor={target_size: [64, 64]}"])
+def test_images_of_other_settings_are_not_taken_for_done(settings, images, tmp_path, change, capsys):
+    jobs = write_jobs(images, mixed_rows(2))
+    shared = ["--jobs", str(jobs), "--output", str(tmp_path / "out")]
+    assert run(settings, shared, tmp_path) == 0
+    assert run(settings, shared, tmp_path) == 0
+    assert "2 were there already" in capsys.readouterr().out
+    assert run(settings, [*shared, "--set", change], tmp_path) == 2
+    assert "made from something else" in capsys.readouterr().err
+
+
+def test_a_job_that_fails_late_does_not_repeat_the_others(settings, images, tmp_path, monkeypatch):
+    (images / "broken.png").write_bytes((images / "i2.png").read_bytes()[:-400])
+    jobs = write_jobs(images, [*mixed_rows(2), {"name": "torn", "images": ["broken.png"], "prompt": "x"}])
+    shared = ["--jobs", str(jobs), "--output", str(tmp_path / "out")]
+    assert run(settings, shared, tmp_path) == 2
+    draws = []
+    monkeypatch.setattr("qflux.sampling.predict.Predictor.draw", lambda self, prepared, **_: draws.append(prepared))
+    assert run(settings, shared, tmp_path) == 2
+    assert draws == []
+
+
 def test_an_unknown_column_is_an_error_with_the_known_ones(tmp_path):
     (tmp_path / "jobs.csv").write_text("picture,prompt\nx.png,y\n")
     with pytest.raises(DataError, match="a column 'picture' that means nothing here"):
         read_jobs(tmp_path / "jobs.csv")
 
 
-def test_exporting_from_the_command_line(settings, lora, tmp_path, capsys):
+def test_exporting_from_the_command_line(settings, lora, tmp_path, capsys, monkeypatch):
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(settings.dump()))
     shared = ["export", "--config", str(file), "--lora", str(lora)]
@@ -281,6 +384,19 @@ def test_exporting_from_the_command_line(settings, lora, tmp_path, capsys):
     assert "read back and compared" in said
     assert "of the change is lost to rounding" in said
     assert (tmp_path / "e" / "README.md").read_text().startswith("---\nbase_model")
+    assert export("--format", "merged", "--output", str(tmp_path / "m")) == 0, "an earlier merge is replaced"
+    base = settings.model.pretrained
+    for output in (base, str(tmp_path)):
+        assert export("--format", "merged", "--output", output) == 2
+    assert export("--format", "comfyui", "--output", str(lora)) == 2
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "README.md").write_text("MY PROJECT")
+    (tmp_path / "mine" / "secret.txt").write_text("secret")
+    shared_out = ["--output", str(tmp_path / "mine" / "c.safetensors")]
+    capsys.readouterr()
+    assert export("--format", "comfyui", *shared_out, "--push", "me/mine", "--dry-run") == 0
+    assert (tmp_path / "mine" / "README.md").read_text() == "MY PROJECT"
+    assert "secret" not in capsys.readouterr().out
 
     image = picture((96, 96), 3)
     merged = settings.model_copy(
@@ -294,8 +410,11 @@ def test_exporting_from_the_command_line(settings, lora, tmp_path, capsys):
 
     assert export("--push", "me/mine", "--dry-run", "--output", str(tmp_path / "p" / "x.safetensors")) == 0
     assert "would upload x.safetensors" in capsys.readouterr().out
-    os.environ.pop("HF_TOKEN", None)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
     assert export("--push", "me/mine", "--output", str(tmp_path / "p" / "x.safetensors")) == 2
     assert "HF_TOKEN" in capsys.readouterr().err
+    monkeypatch.setenv("HF_TOKEN", "hf_TOPSECRET\r\x01")
+    assert export("--push", "me/mine", "--output", str(tmp_path / "p" / "x.safetensors")) == 2
+    assert "TOPSECRET" not in "".join(capsys.readouterr())
     assert export("--output", str(tmp_path / "x.bin")) == 2
     assert export("--lora-scale", "0.5") == 2

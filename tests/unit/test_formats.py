@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 
 import diffusers
 import pytest
 import torch
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from diffusers.loaders.lora_conversion_utils import (
     _convert_kohya_flux_lora_to_diffusers,
     _convert_non_diffusers_qwen_lora_to_diffusers,
@@ -184,6 +186,86 @@ def test_a_foreign_peft_file_takes_alpha_from_its_description_or_from_its_rank(t
         assert {layer.alpha for layer in layers.values()} == {alpha}
 
 
+def test_strength_follows_pefts_patterns_and_rank_stabilised_scaling(tmp_path):
+    family, transformer, names = model("flux-kontext")
+    lora = random_lora(names, ATTENTION)
+    tensors = {}
+    for name, layer in lora.items():
+        tensors[f"transformer.{name}.lora_A.weight"], tensors[f"transformer.{name}.lora_B.weight"] = (
+            layer.down,
+            layer.up,
+        )
+    settings = {"r": 4, "lora_alpha": 8, "alpha_pattern": {"to_q": 2, r"single_transformer_blocks\.0\.attn\.to_k": 1}}
+    for stabilised in (False, True):
+        described = {f"transformer.{key}": value for key, value in (settings | {"use_rslora": stabilised}).items()}
+        file = tmp_path / "peft.safetensors"
+        save_file(tensors, file, {LORA_ADAPTER_METADATA_KEY: json.dumps(described)})
+        found = read_adapter(file).layers(family, transformer)
+        for name, layer in found.items():
+            alpha = 2 if name.endswith(".to_q") else 1 if name == "single_transformer_blocks.0.attn.to_k" else 8
+            assert layer.scale == pytest.approx(alpha / (layer.rank**0.5 if stabilised else layer.rank))
+
+
+@pytest.mark.parametrize("alphas", [(8.0, 16.0, 8.0), (8.0, 3.0, 5.0)])
+def test_queries_keys_and_values_of_different_strength_go_there_and_back(alphas, tmp_path):
+    family, transformer, names = model("flux-kontext")
+    strengths = dict(zip(("to_q", "to_k", "to_v"), alphas, strict=True))
+    lora = {
+        name: replace(layer, alpha=strengths.get(name.rpartition(".")[2], layer.alpha))
+        for name, layer in random_lora(names, ATTENTION).items()
+    }
+    save_verified(tmp_path / "c.safetensors", lora, "comfyui", names, Record(family.name))
+    again = read_adapter(tmp_path / "c.safetensors").layers(family, transformer)
+    assert again.keys() == lora.keys()
+    for name, layer in lora.items():
+        assert again[name].alpha == layer.alpha
+        assert torch.allclose(again[name].up, layer.up, rtol=1e-6, atol=0)
+
+
+def test_a_layer_that_the_original_model_lacks_is_refused_by_name(tmp_path):
+    family, _, names = model("flux-kontext")
+    lora = random_lora(names, ("norm_out.linear",))
+    with pytest.raises(CheckpointError, match=r"norm_out\.linear has no counterpart"):
+        save_verified(tmp_path / "c.safetensors", lora, "comfyui", names, Record(family.name))
+
+
+def test_a_file_that_fails_its_check_does_not_replace_the_previous_one(tmp_path):
+    family, _, names = model("flux-kontext")
+    file = tmp_path / "x.safetensors"
+    save_verified(file, random_lora(names, ("to_q",)), "diffusers", names, Record(family.name))
+    before = file.read_bytes()
+
+    def refuse(written):
+        raise CheckpointError("not the same")
+
+    with pytest.raises(CheckpointError):
+        save_verified(file, random_lora(names, ("to_k",)), "comfyui", names, Record(family.name), refuse)
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
+
+
+NONSENSE = {
+    "alpha that is no number": (lambda t, k: t | {f"{k}.alpha": torch.tensor(float("nan"))}, {}),
+    "two alphas": (lambda t, k: t | {f"{k}.alpha": torch.ones(2)}, {}),
+    "rank 0": (lambda t, k: {f"{k}.lora_A.weight": torch.ones(0, 64), f"{k}.lora_B.weight": torch.ones(64, 0)}, {}),
+    "a word for alpha": (lambda t, k: t, {"lora_alpha": "abc"}),
+    "a list of patterns": (lambda t, k: t, {"lora_alpha": 4, "alpha_pattern": ["x"]}),
+}
+
+
+@pytest.mark.parametrize("case", NONSENSE)
+def test_a_file_with_a_nonsensical_strength_is_refused_with_the_layers_name(case, tmp_path):
+    family, transformer, names = model("flux-kontext")
+    ((name, layer),) = random_lora(names, ("single_transformer_blocks.0.attn.to_q",)).items()
+    key = f"transformer.{name}"
+    change, settings = NONSENSE[case]
+    tensors = change({f"{key}.lora_A.weight": layer.down, f"{key}.lora_B.weight": layer.up}, key)
+    described = {f"transformer.{setting}": value for setting, value in settings.items()}
+    save_file(tensors, tmp_path / "x.safetensors", {LORA_ADAPTER_METADATA_KEY: json.dumps(described)})
+    with pytest.raises(CheckpointError, match=name):
+        read_adapter(tmp_path / "x.safetensors").layers(family, transformer)
+
+
 def test_parts_of_different_strength_keep_their_effect_when_put_together():
     family, transformer, names = model("flux-kontext")
     lora = random_lora(names, ATTENTION)
@@ -254,6 +336,21 @@ def test_merged_weights_reproduce_base_and_lora(name, dora):
     assert report.lost < 1e-6
 
 
+@pytest.mark.parametrize("doras", [(True, True), (True, False)], ids=["two DoRAs", "DoRA and LoRA"])
+def test_merging_several_adapters_gives_what_attaching_them_gives(doras):
+    family, transformer, names = model("flux-kontext")
+    first = random_lora(names, ATTENTION, dora=doras[0])
+    second = {
+        name: replace(layer, up=-0.5 * layer.up) for name, layer in random_lora(names, ATTENTION, dora=doras[1]).items()
+    }
+    merged = family.tiny(0).transformer
+    merge(merged, [(first, 1.0), (second, 1.0)])
+    attach(transformer, first, "x")
+    attach(transformer, second, "y")
+    set_weights(transformer, {"x": 1.0, "y": 1.0})
+    assert torch.allclose(probe(merged, family), probe(transformer, family), atol=1e-5)
+
+
 def test_merging_into_bf16_reports_the_share_lost_to_rounding():
     family, _, names = model("flux-kontext")
     lora = random_lora(names, ATTENTION)
@@ -263,9 +360,9 @@ def test_merging_into_bf16_reports_the_share_lost_to_rounding():
         base = family.tiny(0).transformer.to(torch.bfloat16)
         before = {n: base.get_submodule(n).weight.float() for n in layers}
         shares.append(merge(base, [(layers, 1.0)]).lost)
-        wanted = sum(layer.change(before[n]).square().sum() for n, layer in layers.items())
+        wanted = sum((layer.added_to(before[n], before[n]) - before[n]).square().sum() for n, layer in layers.items())
         left = sum(
-            (base.get_submodule(n).weight.float() - before[n] - layer.change(before[n])).square().sum()
+            (base.get_submodule(n).weight.float() - layer.added_to(before[n], before[n])).square().sum()
             for n, layer in layers.items()
         )
         assert shares[-1] == pytest.approx(float((left / wanted).sqrt()), rel=1e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -37,9 +38,7 @@ def attach_all(transformer: nn.Module, family: Family, adapters: Sequence[Weight
         file.require_family(family)
     if any(file.is_product for file in files):
         if len(files) > 1:
-            raise CheckpointError(
-                "LoKr and LoHa adapters can't be combined with others here", "merge one into the base first."
-            )
+            raise CheckpointError("LoKr and LoHa adapters can't be combined with others", "use them one at a time.")
         _attach_product(transformer, files[0], adapters[0].weight)
     else:
         loras = [file.layers(family, transformer) for file in files]
@@ -111,12 +110,15 @@ def _attach_product(transformer: Any, file: AdapterFile, weight: float) -> None:
     """LoKr and LoHa: through PEFT, from the file's own description."""
     tensors = {key.removeprefix("transformer."): tensor for key, tensor in file.tensors.items()}
     for key, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
+        if not bool(tensor.float().isfinite().all()):
             raise CheckpointError(f"{file.path}: {key} holds values that are no numbers", "train it again.")
+    alpha = file.description.get("alpha", 1)
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise CheckpointError(f"{file.path}: its settings say alpha: {alpha}", FOREIGN)
     try:
         add(transformer, config_from(file.description), ADAPTER)
         found = set_peft_model_state_dict(transformer, tensors, ADAPTER)
-    except (KeyError, RuntimeError, TypeError, ConfigError) as error:
+    except (KeyError, RuntimeError, TypeError, ValueError, AttributeError, ConfigError) as error:
         raise CheckpointError(f"{file.path} does not fit the model: {error}", FOREIGN) from error
     lacking = [key for key in found.missing_keys if ".lokr_" in key or ".hada_" in key]
     if found.unexpected_keys or lacking:

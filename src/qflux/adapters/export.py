@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,14 @@ logger = logging.getLogger(__name__)
 
 
 def save_verified(
-    path: Path, layers: Mapping[str, LoraLayer], form: Format, names: Names, record: Record
-) -> AdapterFile:
-    """Write a LoRA in a format, read it back, and only then let it replace an older file."""
+    path: Path,
+    layers: Mapping[str, LoraLayer],
+    form: Format,
+    names: Names,
+    record: Record,
+    check: Callable[[AdapterFile], None] = lambda written: None,
+) -> None:
+    """Write a LoRA in a format, read it back, `check` it, and only then let it replace an older file."""
     for name, layer in layers.items():
         if not bool(layer.down.isfinite().all() and layer.up.isfinite().all()):
             raise CheckpointError(f"{path} is not written: {name} holds values that are no numbers", "train it again.")
@@ -41,16 +46,17 @@ def save_verified(
         write_lora(staging, layers, form, names, record)
         written = read_adapter(staging)
         together = written.record.together if written.record else None
-        different = same(layers, from_tensors(path, written.tensors, names, together=together))
+        again = from_tensors(path, written.tensors, names, together=together)
+        different = same(layers, again, names.rounded(layers) if form == "comfyui" else ())
         if different:
             raise CheckpointError(
                 f"{path} was not written: read back as {form}, {different} is not what was trained",
                 "the previous file, if there was one, is untouched; please report this.",
             )
+        check(written)
         staging.replace(path)
     finally:
         staging.unlink(missing_ok=True)
-    return AdapterFile(path, written.tensors, written.record, written.description)
 
 
 def require_same_output(
@@ -110,11 +116,10 @@ def merge(transformer: nn.Module, loras: Sequence[tuple[LoraLayers, float]]) -> 
     for name in names:
         weight = transformer.get_submodule(name).weight
         assert isinstance(weight, Tensor)
-        before = weight.float()
-        after = before.clone()
+        before = after = weight.float()
         for layers, strength in loras:
             if name in layers:
-                after += layers[name].change(after, strength).to(after.device)
+                after = layers[name].to(after.device).added_to(after, before, strength)
         weight.copy_(after)
         wanted += float((after - before).square().sum())
         lost += float((weight.float() - after).square().sum())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -94,20 +96,29 @@ class AdapterFile:
         """Its LoRA for this model; one that does not fit is an error with the layer's name."""
         self.require_family(family)
         names = names_of(family, transformer)
-        patterns = self.description.get("alpha_pattern") or {}
-        alpha = self.description.get("lora_alpha")
         together = self.record.together if self.record else None
-        layers = from_tensors(self.path, self.tensors, names, alpha if not patterns else None, together)
-        if patterns and alpha is not None:
-            layers = {name: _with_alpha(layer, patterns.get(name, alpha)) for name, layer in layers.items()}
+        layers = from_tensors(self.path, self.tensors, names, self._alpha, together)
         require_fitting(self.path, layers, names.shapes)
         self._require_complete(layers, names)
         return layers
 
+    def _alpha(self, name: str, rank: int) -> float:
+        """What PEFT's settings say about a layer without an alpha tensor; its rank if there are none."""
+        patterns = self.description.get("alpha_pattern") or {}
+        alpha = self.description.get("lora_alpha", rank)
+        try:
+            if not isinstance(patterns, Mapping):
+                raise TypeError(f"alpha_pattern is {patterns!r}")
+            own = next((patterns[key] for key in patterns if re.match(rf"(.*\.)?({key})$", name)), alpha)
+            return float(own) * (math.sqrt(rank) if self.description.get("use_rslora") else 1.0)
+        except (TypeError, ValueError, AttributeError, re.error) as error:
+            raise CheckpointError(f"{self.path}: its settings have no alpha for {name}: {error}", FOREIGN) from None
+
     def _require_complete(self, layers: LoraLayers, names: Names) -> None:
         """Every layer that the file's own record names is there."""
         lora = self.record.recipe.get("lora") if self.record else None
-        for target in (lora or {}).get("target_modules", []):
+        targets = lora.get("target_modules") if isinstance(lora, dict) else None
+        for target in targets if isinstance(targets, list) else []:
             wanted = [name for name in names.shapes if name == target or name.endswith(f".{target}")]
             lacking = sorted(name for name in wanted if name not in layers)
             if lacking:
@@ -176,10 +187,12 @@ def _record(file: Path, text: str | None) -> Record | None:
     if not values:
         return None
     known = {key: value for key, value in values.items() if key in Record.__dataclass_fields__}
-    try:
-        return Record(**known)
-    except TypeError as error:
-        raise CheckpointError(f"{file}: its description can't be read: {error}", FOREIGN) from None
+    for key, value in known.items():
+        if not isinstance(value, str if key in ("family", "version") else dict):
+            raise CheckpointError(f"{file}: its record says {key}: {value!r}", FOREIGN)
+    if "family" not in known:
+        raise CheckpointError(f"{file}: its record names no family", FOREIGN)
+    return Record(**known)
 
 
 def _mapping(file: Path, text: str | None) -> dict[str, Any]:
@@ -190,7 +203,3 @@ def _mapping(file: Path, text: str | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: its description is {value!r}, not a mapping", FOREIGN)
     return value
-
-
-def _with_alpha(layer: LoraLayer, alpha: float) -> LoraLayer:
-    return LoraLayer(layer.down, layer.up, float(alpha), layer.magnitude)

@@ -9,7 +9,8 @@ Strength is in the alpha tensors, nowhere else: a loader that ignores metadata g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import torch
@@ -55,13 +56,13 @@ def from_tensors(
     file: object,
     tensors: Mapping[str, Tensor],
     names: Names,
-    alpha: Mapping[str, float] | float | None = None,
+    alpha: Callable[[str, int], float] | None = None,
     together: Parts | None = None,
 ) -> LoraLayers:
     """A LoRA from the tensors of a file, whichever format they are named in.
 
     Args:
-        alpha: of layers whose file has no alpha tensor; by default their rank.
+        alpha: of a layer that has no alpha tensor, from its name and rank; by default its rank.
         together: what fused layers consist of, if the file says so (see `Names.parts`).
     """
     parts: dict[str, dict[str, Tensor]] = {}
@@ -81,19 +82,25 @@ def from_tensors(
             raise CheckpointError(f"{file}: the model has no layer {name}", FOREIGN)
         if own in layers:
             raise CheckpointError(f"{file}: {own} is there twice, once as {name}", FOREIGN)
-        layers[own] = _layer(file, name, found, alpha.get(own) if isinstance(alpha, Mapping) else alpha)
+        layers[own] = _layer(file, own, found, alpha or (lambda _, rank: float(rank)))
     return names.to_diffusers(file, layers, together) if flat or names.is_original(layers) else layers
 
 
-def _layer(file: object, name: str, found: Mapping[str, Tensor], default: float | None) -> LoraLayer:
+def _layer(file: object, name: str, found: Mapping[str, Tensor], default: Callable[[str, int], float]) -> LoraLayer:
     down, up = found["down"], found["up"]
+    if down.ndim == 2 and len(down) == 0:
+        raise CheckpointError(f"{file}: {name} has rank 0", FOREIGN)
     if down.ndim != 2 or up.ndim != 2 or len(down) != up.shape[1]:
         raise CheckpointError(
             f"{file}: {name} has a down projection {tuple(down.shape)} and an up projection {tuple(up.shape)}; "
             "their ranks do not fit",
             FOREIGN,
         )
-    alpha = float(found["alpha"]) if "alpha" in found else float(len(down)) if default is None else float(default)
+    if "alpha" in found and found["alpha"].numel() != 1:
+        raise CheckpointError(f"{file}: the alpha of {name} has shape {tuple(found['alpha'].shape)}", FOREIGN)
+    alpha = float(found["alpha"]) if "alpha" in found else default(name, len(down))
+    if not math.isfinite(alpha):
+        raise CheckpointError(f"{file}: the alpha of {name} is {alpha}", "train it again.")
     magnitude = found.get("magnitude")
     return LoraLayer(down, up, alpha, None if magnitude is None else magnitude.flatten())
 

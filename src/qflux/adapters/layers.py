@@ -5,7 +5,7 @@ Shapes: r rank, I inputs and O outputs of the layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,13 +36,20 @@ class LoraLayer:
     def scale(self) -> float:
         return self.alpha / self.rank
 
-    def change(self, base: Tensor, weight: float = 1.0) -> Tensor:
-        """What is added to `base` `(O, I)` at this strength, in float32."""
-        base, added = base.float(), weight * self.scale * (self.up.float() @ self.down.float())
+    def to(self, device: torch.device) -> LoraLayer:
+        magnitude = None if self.magnitude is None else self.magnitude.to(device)
+        return LoraLayer(self.down.to(device), self.up.to(device), self.alpha, magnitude)
+
+    def added_to(self, current: Tensor, base: Tensor, weight: float = 1.0) -> Tensor:
+        """`current` `(O, I)`, the base with the adapters before this one, with this one too, in float32.
+
+        As in PEFT, DoRA takes its norm from the base alone and scales everything that came before it.
+        """
+        added = weight * self.scale * (self.up.float() @ self.down.float())
         if self.magnitude is None:
-            return added
-        direction = base + added
-        return self.magnitude.float()[:, None] / direction.norm(dim=1, keepdim=True) * direction - base
+            return current + added
+        norm = (base + added).norm(dim=1, keepdim=True)
+        return self.magnitude.float()[:, None] / norm * (current + added)
 
 
 LoraLayers = dict[str, LoraLayer]
@@ -73,18 +80,22 @@ def require_fitting(file: object, layers: Mapping[str, LoraLayer], shapes: Mappi
         if layer.magnitude is not None and tuple(layer.magnitude.shape) != (outputs,):
             raise CheckpointError(f"{file}: the magnitude of {name} has shape {tuple(layer.magnitude.shape)}", FOREIGN)
         for tensor in _tensors(layer):
-            if not bool(tensor.isfinite().all()):
+            if not bool(tensor.float().isfinite().all()):
                 raise CheckpointError(f"{file}: {name} holds values that are no numbers", "train it again.")
 
 
-def same(first: Mapping[str, LoraLayer], second: Mapping[str, LoraLayer]) -> str | None:
-    """The first layer in which two LoRAs differ in any bit, if there is one."""
+def same(first: Mapping[str, LoraLayer], second: Mapping[str, LoraLayer], rounded: Container[str] = ()) -> str | None:
+    """The first layer in which two LoRAs differ in any bit, if there is one; `rounded` ones may in the last."""
     for name in sorted(first.keys() | second.keys()):
-        if name not in first or name not in second:
+        if name not in first or name not in second or first[name].alpha != second[name].alpha:
             return name
-        pairs = zip(_tensors(first[name]), _tensors(second[name]), strict=True)
-        if first[name].alpha != second[name].alpha or not all(torch.equal(a, b) for a, b in pairs):
-            return name
+        for a, b in zip(_tensors(first[name]), _tensors(second[name]), strict=True):
+            if name in rounded:
+                equal = a.shape == b.shape and torch.allclose(a, b, rtol=4 * torch.finfo(a.dtype).eps, atol=0)
+            else:
+                equal = torch.equal(a, b)
+            if not equal:
+                return name
     return None
 
 

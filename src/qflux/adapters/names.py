@@ -46,12 +46,25 @@ class Names:
         within = self._within
         result: LoraLayers = {}
         for name, layer in layers.items():
+            if self.fused and name not in within:
+                raise CheckpointError(
+                    f"{name} has no counterpart in the original model", "export as diffusers, or train without it."
+                )
             original = within.get(name, name)
             if original in result:
                 continue
             members = self.fused.get(original, (name,))
             result[original] = layer if len(members) == 1 else self._together(original, members, layers)
         return result
+
+    def rounded(self, layers: Mapping[str, LoraLayer]) -> set[str]:
+        """Layers whose way there and back rounds: fused ones whose parts differ in strength."""
+        found: set[str] = set()
+        for members in self.fused.values():
+            present = [member for member in members if member in layers]
+            if len({layers[member].scale for member in present}) > 1:
+                found |= set(present)
+        return found
 
     def parts(self, layers: Mapping[str, LoraLayer]) -> Parts:
         """Rank and alpha of the parts of each fused layer, 0 where there is none: with them the way back is exact."""
@@ -111,6 +124,8 @@ class Names:
         for member, up, (rank, alpha) in zip(members, ups, parts, strict=True):
             columns = slice(start, start + int(rank))
             if rank:
-                result[member] = LoraLayer(layer.down[columns].contiguous(), up[:, columns].contiguous(), alpha)
+                factor = alpha / rank / layer.scale
+                own = up[:, columns].contiguous() if factor == 1 else up[:, columns] / factor
+                result[member] = LoraLayer(layer.down[columns].contiguous(), own, alpha)
             start = columns.stop
         return result

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from qflux.cli.predict import Loras, LoraScales, weighted
-from qflux.cli.terminal import ConfigFile, Overrides, say, trainer_of
+from qflux.cli.terminal import ConfigFile, Overrides, expanded, say, trainer_of
 from qflux.errors import DataError
 
 
@@ -48,9 +48,10 @@ def export(
     if dry_run and push is None:
         raise DataError("--dry-run is for --push", "give both or neither.")
     default = "merged" if format_ is Target.merged else f"{trainer.config.run_name}-{format_.value}.safetensors"
-    target = (output or trainer.config.run_dir / "exports" / default).expanduser()
-    for line in export_adapters(trainer, loras, format_.value, target):
+    target = expanded(output or trainer.config.run_dir / "exports" / default)
+    exported = export_adapters(trainer, loras, format_.value, target)
+    for line in exported.lines:
         say(line)
     if push is not None:
-        for line in upload(target if target.is_dir() else target.parent, push, dry_run):
+        for line in upload(exported.files, push, dry_run):
             say(line)

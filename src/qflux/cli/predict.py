@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qflux.cli.terminal import ConfigFile, Overrides, progress_bar, say, trainer_of
-from qflux.errors import DataError, collected
+from qflux.cli.terminal import ConfigFile, Overrides, expanded, progress_bar, say, trainer_of
+from qflux.errors import DataError
 
 if TYPE_CHECKING:
     from qflux.adapters.attach import Weighted
@@ -65,6 +65,10 @@ def predict(
     settings += [f"predict.guidance_scale={guidance}"] if guidance is not None else []
     settings += [f"predict.seed={seed}"] if seed is not None else []
     loras = weighted(lora, lora_scale)
+    from qflux.sampling.jobs import require_text  # noqa: PLC0415
+
+    for text in (prompt, prompt_2, negative_prompt):
+        require_text(text, "a prompt")
     if jobs is not None:
         alone = {"--image": image, "--prompt-2": prompt_2, "--height": height}
         given = [name for name, value in alone.items() if value]
@@ -75,7 +79,7 @@ def predict(
     if prompt is None:
         raise DataError("there is no --prompt", "say what to do, or give --jobs.")
     size = (height, width) if height and width else None
-    target = _image_file(output or Path("prediction.png"))
+    target = _image_file(output or Path("prediction.png"), image or [])
     _predict_one(trainer_of(config, settings), image or [], (prompt, prompt_2, negative_prompt), size, target, loras)
 
 
@@ -129,16 +133,17 @@ def _predict_many(
 ) -> None:
     from qflux.sampling.job_run import JobRun  # noqa: PLC0415
     from qflux.sampling.jobs import read_jobs  # noqa: PLC0415
+    from qflux.training.interrupt import exclusive  # noqa: PLC0415
 
-    listed = read_jobs(jobs.expanduser(), prompt)
-    output = output.expanduser()
+    listed = read_jobs(expanded(jobs), prompt)
+    output = expanded(output)
     if output.exists() and not output.is_dir():
         raise DataError(f"--output {output} is no folder", "with --jobs, give a folder.")
     settings = trainer.config.predict
     negative = settings.negative_prompt if negative_prompt is None else negative_prompt
     predictor = trainer.predictor(loras)
-    run = JobRun(predictor, output, _circumstances(trainer, predictor, loras), settings.seed, settings.max_tokens)
-    with progress_bar() as bar:
+    with exclusive(output), progress_bar() as bar:
+        run = JobRun(predictor, output, _circumstances(trainer, predictor, loras), settings.seed, settings.max_tokens)
         task = bar.add_task("predict", total=len(listed.jobs), note="")
         report = run(
             listed.jobs, negative, lambda done, total, note: bar.update(task, completed=done, total=total, note=note)
@@ -149,12 +154,10 @@ def _predict_many(
         say(str(report.sheet))
     problems = [*listed.problems, *report.problems]
     if problems:
+        lines = "".join(f"\n  - {problem}" for problem in problems)
         total = len(listed.jobs) + len(listed.problems)
-        raise collected(
-            DataError,
-            f"{len(problems)} of {total} jobs can't be done; the others are",
-            problems,
-            "mend them and run again.",
+        raise DataError(
+            f"{len(problems)} of {total} jobs can't be done; the others are:{lines}", "mend them and run again."
         )
 
 
@@ -162,6 +165,7 @@ def _circumstances(trainer: Trainer, predictor: Predictor, loras: list[Weighted]
     """What an image depends on besides its edit; it is written into the file."""
     from qflux.adapters.files import read_adapter  # noqa: PLC0415
     from qflux.data.store import file_hash  # noqa: PLC0415
+    from qflux.models.loading import transformer_identity  # noqa: PLC0415
     from qflux.version import VERSION  # noqa: PLC0415
 
     files = [(read_adapter(adapter.path).path, adapter.weight) for adapter in loras]
@@ -169,6 +173,9 @@ def _circumstances(trainer: Trainer, predictor: Predictor, loras: list[Weighted]
         "software": f"qflux {VERSION}",
         "family": trainer.config.family,
         "model": Path(trainer.config.model.pretrained).name,
+        "weights": transformer_identity(trainer.config.model),
+        "dtype": trainer.config.model.dtype,
+        "quantization": trainer.config.model.quantization,
         "adapters": [{"name": file.name, "sha256": file_hash(file), "weight": weight} for file, weight in files],
         **predictor.settings(),
     }
@@ -184,13 +191,19 @@ def weighted(loras: Sequence[Path] | None, scales: Sequence[float] | None) -> li
         raise DataError(f"{len(paths)} --lora and {len(weights)} --lora-scale", "give a scale for each, or none.")
     if not all(math.isfinite(weight) for weight in weights):
         raise DataError("--lora-scale must be a number")
-    return [Weighted(p.expanduser(), w) for p, w in zip(paths, weights or [1.0] * len(paths), strict=True)]
+    return [Weighted(expanded(p), w) for p, w in zip(paths, weights or [1.0] * len(paths), strict=True)]
 
 
-def _image_file(output: Path) -> Path:
-    output = output.expanduser()
+def _image_file(output: Path, images: Sequence[Path]) -> Path:
+    from qflux.sampling.gallery import read_notes  # noqa: PLC0415
+
+    output = expanded(output)
     if output.suffix.lower() not in SUFFIXES:
         raise DataError(f"--output {output} is no image file name", "use .png, .jpg or .webp.")
     if output.is_dir():
         raise DataError(f"--output {output} is a folder", "give a file name.")
+    if any(output.resolve() == image.expanduser().resolve() for image in images):
+        raise DataError(f"--output {output} is the image to edit", "give another name.")
+    if output.exists() and not read_notes(output):
+        raise DataError(f"--output {output} is there already, and was not made by qflux", "give another name.")
     return output

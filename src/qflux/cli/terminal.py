@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from qflux.errors import DataError
+
 if TYPE_CHECKING:
     from qflux.training.trainer import Trainer
 
@@ -71,14 +73,27 @@ def is_first_process() -> bool:
 
 def say(text: str) -> None:
     """A line as it is: paths may hold brackets, and must not be broken."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(_printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def complain(kind: str, text: str) -> None:
     """An error as it is, on the error stream."""
     process = "" if is_first_process() else f"process {os.environ['RANK']}: "
     errors.print(f"{process}[bold red]{kind}[/]: ", end="")
-    errors.print(text, markup=False, highlight=False, soft_wrap=True)
+    errors.print(_printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def _printable(text: str) -> str:
+    """File names may hold bytes that are no characters; they are shown by their numbers."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def expanded(path: Path) -> Path:
+    """With `~` replaced; of somebody who is not known here it is an error."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise DataError(f"{path}: {error}", "write the path in full.") from None
 
 
 def amount(count: float) -> str:

@@ -155,7 +155,9 @@ def load_rgb(image: ImageRef, expected: str | None = None) -> Image.Image:
 def to_rgb(image: Image.Image) -> Image.Image:
     """Any PIL image upright, in 8-bit RGB; transparency is composited onto white."""
     image = _eight_bit(_upright(image))
-    return (_over("white", image) if _is_transparent(image) else image).convert("RGB")
+    rgb = (_over("white", image) if _is_transparent(image) else image).convert("RGB")
+    rgb.info = {}  # it has been turned: an orientation left behind would turn it again
+    return rgb
 
 
 def load_mask(image: ImageRef, expected: str | None = None) -> Image.Image:

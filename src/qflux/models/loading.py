@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from qflux.data.store import key_of, write_json
 from qflux.errors import CheckpointError
 from qflux.models.quantization import quantization_config
 
+_END = 1 << 20
 _REPAIR = "fetch the checkpoint again, or give another one."
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model")
 
@@ -62,6 +64,21 @@ def _transformer_folder(settings: ModelSettings) -> tuple[Path, str]:
     if not settings.transformer.is_dir():
         raise CheckpointError(f"model.transformer: no folder {settings.transformer}", "give a diffusers transformer.")
     return settings.transformer.parent, settings.transformer.name
+
+
+def transformer_identity(settings: ModelSettings) -> str:
+    """What tells this transformer's weights from others: its files' names, sizes, first and last bytes."""
+    folder, part = _transformer_folder(settings)
+    return identity(folder, (part,), _ends_of)[:16]
+
+
+def _ends_of(file: Path) -> str:
+    """Hashing tens of gigabytes takes longer than an edit; the ends of a file change whenever its weights do."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        first = opened.read(_END)
+        opened.seek(max(0, size - _END))
+        return key_of(size, hashlib.sha256(first + opened.read(_END)).hexdigest())
 
 
 def load_part(

@@ -23,6 +23,8 @@ from qflux.data.store import sync_folder, write_bytes
 from qflux.errors import DataError
 
 UNFINISHED = ".unfinished"
+MOST_EXIF = 60_000
+"""Bytes of notes that fit into the EXIF block of a JPEG."""
 
 
 class Gallery:
@@ -94,6 +96,8 @@ def encoded(image: Image.Image, suffix: str, notes: Mapping[str, Any]) -> bytes:
         image.save(buffer, "PNG", pnginfo=info)
     else:
         exif = Image.Exif()
+        if len(text.encode()) > MOST_EXIF:
+            text = json.dumps({"prompt": str(notes.get("prompt", ""))[:1000], "cut": True})
         exif[0x010E] = text  # ImageDescription
         image.save(buffer, Image.registered_extensions()[suffix], exif=exif, quality=95)
     return buffer.getvalue()

@@ -10,10 +10,10 @@ from typing import Any
 from PIL import Image
 
 from qflux.data.images import ImageFile, load_rgb, read_facts
-from qflux.data.store import key_of
-from qflux.errors import QfluxError
-from qflux.report.pictures import GridRow, edit_grid, write_png
-from qflux.sampling.gallery import Gallery
+from qflux.data.store import key_of, write_bytes
+from qflux.errors import DataError, QfluxError
+from qflux.report.pictures import GridRow, edit_grid
+from qflux.sampling.gallery import Gallery, encoded, read_notes
 from qflux.sampling.jobs import SHEET, Job
 from qflux.sampling.predict import Edit, Predictor
 from qflux.sampling.sampler import Prepared
@@ -61,22 +61,24 @@ class JobRun:
     def __call__(self, jobs: Sequence[Job], negative_prompt: str | None, progress: Progress) -> JobsReport:
         """Make every image that is not there yet."""
         report = JobsReport()
+        sheet = self._gallery.path(SHEET)
+        if sheet.exists() and not read_notes(sheet):
+            raise DataError(f"{sheet} is there already, and was not made by qflux", "choose another --output.")
         checked = [found for job in jobs if (found := self._check(job, negative_prompt, report)) is not None]
         done = 0
         for batch in self._batches(checked):
             missing = [item for item in batch if not self._gallery.has(item.job.name, item.key)]
             report.kept += [self._gallery.path(item.job.name) for item in batch if item not in missing]
             if missing:
-                made = self._make(batch, report, lambda note, done=done: progress(done, len(checked), note))  # type: ignore[misc]
+                made = self._make(batch, missing, report, lambda note, done=done: progress(done, len(checked), note))  # type: ignore[misc]
                 wanted = {item.job.name for item in missing}
                 images = {name: content for name, content in made.items() if name in wanted}
-                self._gallery.add(key_of([item.key for item in batch])[:16], images)
+                if images:
+                    self._gallery.add(key_of([item.key for item in batch])[:16], images)
                 report.made += [self._gallery.path(name) for name in images]
             done += len(batch)
             progress(done, len(checked), "images")
-        report.sheet = self._gallery.path(SHEET)
-        if report.made or not report.sheet.exists():
-            report.sheet = self._sheet([item for item in checked if self._gallery.path(item.job.name).exists()])
+        report.sheet = self._sheet([item for item in checked if self._gallery.path(item.job.name).exists()])
         return report
 
     def _check(self, job: Job, negative_prompt: str | None, report: JobsReport) -> _Checked | None:
@@ -88,8 +90,21 @@ class JobRun:
             return None
         seed = self._seed if job.seed is None else job.seed
         job = job if job.negative_prompt is not None else replace(job, negative_prompt=negative_prompt)
-        content = [job.prompt, job.prompt_2, job.negative_prompt, seed, job.size, [fact.hash for fact in facts]]
-        return _Checked(job, seed, key_of("edit", content, self._circumstances), tokens)
+        content: list[Any] = [
+            job.prompt,
+            job.prompt_2,
+            job.negative_prompt,
+            seed,
+            job.size,
+            [fact.hash for fact in facts],
+        ]
+        checked = _Checked(job, seed, key_of("edit", content, self._circumstances), tokens)
+        try:
+            self._gallery.has(job.name, checked.key)
+        except DataError as error:
+            report.problems.append(f"{job.name}: {error.problem}; {error.remedy}")
+            return None
+        return checked
 
     def _batches(self, checked: Sequence[_Checked]) -> list[list[_Checked]]:
         """In the order of the list, as many as fit: the same batches whatever is done already."""
@@ -104,7 +119,7 @@ class JobRun:
         return batches
 
     def _make(
-        self, batch: Sequence[_Checked], report: JobsReport, step: Callable[[str], None]
+        self, batch: Sequence[_Checked], missing: Sequence[_Checked], report: JobsReport, step: Callable[[str], None]
     ) -> dict[str, tuple[Image.Image, dict[str, Any]]]:
         prepared: dict[str, Prepared] = {}
         items: dict[str, _Checked] = {}
@@ -114,7 +129,7 @@ class JobRun:
                 items[item.job.name] = item
             except QfluxError as error:
                 report.problems.append(f"{item.job.name}: {error.problem}")
-        if not prepared:
+        if not any(item.job.name in prepared for item in missing):
             return {}
         images = self._predictor.draw(
             list(prepared.values()), on_step=lambda done, total: step(f"step {done}/{total} of {len(prepared)} images")
@@ -142,6 +157,9 @@ class JobRun:
         shown = done[:SHEET_JOBS]
         if not shown:
             return None
+        sheet, key = self._gallery.path(SHEET), key_of("sheet", [item.key for item in shown])
+        if read_notes(sheet).get("key") == key:
+            return sheet
         before: list[Image.Image | None] = [None] * len(shown)
         if self._circumstances.get("adapters"):
             with self._predictor.without_adapters():
@@ -163,7 +181,9 @@ class JobRun:
             rows.append(GridRow(f"{item.job.name}: {item.job.prompt}"[:80], images))
         columns = [name for name in ("control", "before", "after") if any(name in row.images for row in rows)]
         largest = max(max(image.size) for row in rows for image in row.images.values())
-        return write_png(self._gallery.path(SHEET), edit_grid(rows, columns, min(1.0, 384 / largest)))
+        picture = edit_grid(rows, columns, min(1.0, 384 / largest))
+        write_bytes(sheet, encoded(picture, ".png", {"key": key}))
+        return sheet
 
 
 def _alike(control: Image.Image, output: Image.Image) -> bool:

@@ -8,10 +8,11 @@ table    columns (or JSON keys) `image`, `image_1` …, `prompt`, and if wanted 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ COLUMNS = ("image", "images", "prompt", "name", "prompt_2", "negative_prompt", "
 
 SHEET = "contact_sheet"
 """The name of the picture that shows them all; no job may have it."""
+MOST_NAME = 200
+"""Bytes of a name; file systems take 255, and it gets a suffix while it is written."""
+_SURPLUS = "\0"
+_KNOWN = f"known: {', '.join(COLUMNS)}, image_1, …"
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,10 @@ class JobList:
     problems: list[str]
 
 
+Row = tuple[str, dict[str, Any] | DataError]
+"""Where it is, and what it says or what is wrong with it."""
+
+
 def read_jobs(path: Path, prompt: str | None = None) -> JobList:
     """The jobs of a folder or a file; `prompt` is for those that have none of their own."""
     if path.is_dir():
@@ -61,31 +70,50 @@ def read_jobs(path: Path, prompt: str | None = None) -> JobList:
     jobs, problems = [], []
     for place, row in rows:
         try:
+            if isinstance(row, DataError):
+                raise row
             jobs.append(_job(row, path if path.is_dir() else path.parent, prompt))
         except DataError as error:
-            problems.append(f"{place}: {error.problem}")
+            name = row.get("name") if isinstance(row, dict) else None
+            problems.append(f"{_called(name, place)}: {error.problem}")
     twice = {name for name, count in Counter(job.name for job in jobs).items() if count > 1}
-    problems += [f"{name}: several jobs have this name; give each one in a column `name`" for name in sorted(twice)]
+    problems += [
+        f"{job.name}: several jobs have this name; give each one in a column `name`"
+        for job in jobs
+        if job.name in twice
+    ]
     kept = [job for job in jobs if job.name not in twice]
     if not kept and not problems:
         raise DataError(f"--jobs {path} holds no job", "a folder needs images, a table needs rows.")
     return JobList(kept, problems)
 
 
+def _called(name: Any, place: str) -> str:
+    """A job by its name, if it has one, and by its place."""
+    if not isinstance(name, str) or not name or name in place:
+        return place
+    return f"{name if len(name) <= 40 else name[:40] + '…'} ({place})"
+
+
+def require_text(value: str | None, what: str) -> None:
+    """Text that files and tokenizers can hold: no lone halves of characters, no NUL."""
+    if value is not None and ("\0" in value or not _is_unicode(value)):
+        raise DataError(f"{what} holds characters that are none: {value[:60]!r}", "save it as UTF-8.")
+
+
 def _job(row: Mapping[str, Any], root: Path, default: str | None) -> Job:
-    images = tuple(root / Path(value).expanduser() for value in _images(row))
+    images = tuple(_existing(root, value) for value in _images(row))
     prompt = _text(row, "prompt") or default
-    if prompt is None:
+    if prompt is None or not (prompt.strip() or default is not None):
         raise DataError("it has no prompt")
-    missing = [image for image in images if not image.is_file()]
-    if missing:
-        raise DataError(f"there is no file {missing[0]}")
     height, width = _whole(row, "height"), _whole(row, "width")
     if (height is None) != (width is None):
         raise DataError("height and width go together")
     name = _text(row, "name") or (images[0].stem if images else re.sub(r"\W+", "-", prompt)[:60].strip("-"))
-    if not name or "/" in name or name.startswith(".") or name == SHEET:
-        raise DataError(f"{name!r} can't be the name of an image")
+    if not name or "/" in name or name.startswith(".") or name == SHEET or not name.isprintable():
+        raise DataError(f"{name[:80]!r} can't be the name of an image")
+    if len(name.encode()) > MOST_NAME:
+        raise DataError(f"the name {name[:40]}… has {len(name.encode())} bytes, {MOST_NAME} are possible")
     return Job(
         name=name,
         images=images,
@@ -95,6 +123,27 @@ def _job(row: Mapping[str, Any], root: Path, default: str | None) -> Job:
         seed=_whole(row, "seed"),
         size=None if height is None or width is None else (height, width),
     )
+
+
+def _existing(root: Path, value: str) -> Path:
+    require_text(value, "a path")
+    try:
+        path = root / Path(value).expanduser()
+        if path.is_file():
+            return path
+    except OSError as error:
+        raise DataError(f"{value[:80]} can't be opened: {error.strerror}") from None
+    except RuntimeError as error:
+        raise DataError(f"{value[:80]} can't be opened: {error}") from None
+    raise DataError(f"there is no file {path}")
+
+
+def _is_unicode(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _images(row: Mapping[str, Any]) -> list[str]:
@@ -114,6 +163,7 @@ def _text(row: Mapping[str, Any], key: str, empty: bool = False) -> str | None:
         return None
     if not isinstance(value, str):
         raise DataError(f"{key} is {value!r}, not a text")
+    require_text(value, key)
     return value
 
 
@@ -130,59 +180,85 @@ def _whole(row: Mapping[str, Any], key: str) -> int | None:
     return number
 
 
-def _folder(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    images = {
-        f.stem: f for f in sorted(folder.iterdir()) if f.suffix.lower() in SUFFIXES and not f.name.startswith(".")
-    }
-    for stem, image in images.items():
-        if re.fullmatch(r"(.+)_control_\d+", stem) or stem.removesuffix("_mask") in images.keys() - {stem}:
+def _folder(folder: Path) -> Iterator[Row]:
+    images: dict[str, list[Path]] = {}
+    for file in sorted(folder.iterdir()):
+        if file.suffix.lower() in SUFFIXES and not file.name.startswith("."):
+            images.setdefault(file.stem, []).append(file)
+    for stem, files in images.items():
+        image = files[0]
+        further = re.fullmatch(r"(.+)_control_(\d+)", stem)
+        if further:
+            before = further[1] if int(further[2]) == 1 else f"{further[1]}_control_{int(further[2]) - 1}"
+            if before not in images:
+                yield image.name, DataError(f"it is a further image of {before}, which is not there")
+            continue
+        if stem.removesuffix("_mask") in images.keys() - {stem}:
+            continue
+        if len(files) > 1:
+            yield image.name, DataError(f"{' and '.join(file.name for file in files)} would both be {stem}.png")
             continue
         row: dict[str, Any] = {"name": stem, "image": image.name}
         number = 1
         while f"{stem}_control_{number}" in images:
-            row[f"image_{number}"] = images[f"{stem}_control_{number}"].name
+            row[f"image_{number}"] = images[f"{stem}_control_{number}"][0].name
             number += 1
         text = image.with_suffix(".txt")
-        if text.is_file():
-            row["prompt"] = text.read_text(encoding="utf-8", errors="replace").strip()
+        try:
+            if text.is_file():
+                row["prompt"] = text.read_text(encoding="utf-8-sig").strip()
+        except UnicodeDecodeError:
+            yield image.name, DataError(f"{text.name} is not UTF-8")
+            continue
         yield image.name, row
 
 
-def _csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    text = _content(path)
-    reader = csv.DictReader(text.splitlines(), restkey="")
-    _require_known(path, reader.fieldnames or [])
-    for row in reader:
-        yield f"line {reader.line_num}", {key: value for key, value in row.items() if key and value is not None}
+def _csv(path: Path) -> Iterator[Row]:
+    reader = csv.DictReader(io.StringIO(_content(path), newline=""), restkey=_SURPLUS, strict=True)
+    try:
+        names = list(reader.fieldnames or [])
+        unknown = _unknown(names)
+        if unknown:
+            raise DataError(f"{path} has a column {unknown!r} that means nothing here", _KNOWN)
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise DataError(f"{path} has several columns {twice[0]!r}", "give each a name of its own.")
+        for row in reader:
+            place = f"line {reader.line_num}"
+            if _SURPLUS in row:
+                yield place, DataError("it has more cells than there are columns; put texts with commas into quotes")
+            else:
+                yield place, {key: value for key, value in row.items() if value}
+    except csv.Error as error:
+        yield f"line {reader.line_num}", DataError(f"from here on the table can't be read: {error}")
 
 
-def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in enumerate(_content(path).splitlines(), start=1):
+def _jsonl(path: Path) -> Iterator[Row]:
+    for number, line in enumerate(_content(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
-            yield f"line {number}", {"prompt": [f"no JSON: {error}"]}
+        except (ValueError, RecursionError) as error:
+            yield f"line {number}", DataError(f"it is no JSON: {error}")
             continue
         if not isinstance(row, dict):
-            yield f"line {number}", {"prompt": [f"no JSON object: {line[:40]}"]}
-            continue
-        _require_known(path, row)
-        yield f"line {number}", row
+            yield f"line {number}", DataError(f"it is no JSON object: {line[:40]}")
+        elif unknown := _unknown(row):
+            place = _called(row.get("name"), f"line {number}")
+            yield place, DataError(f"the key {unknown!r} means nothing here; {_KNOWN}")
+        else:
+            yield f"line {number}", row
 
 
-def _require_known(path: Path, columns: Any) -> None:
-    unknown = [str(c) for c in columns if c not in COLUMNS and not re.fullmatch(r"image_\d+", str(c))]
-    if unknown:
-        raise DataError(
-            f"{path} has a column {unknown[0]!r} that means nothing here", f"known: {', '.join(COLUMNS)}, image_1, …"
-        )
+def _unknown(columns: Iterable[str]) -> str | None:
+    return next((str(c) for c in columns if c not in COLUMNS and not re.fullmatch(r"image_\d+", str(c))), None)
 
 
 def _content(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return file.read()
     except FileNotFoundError:
         raise DataError(f"--jobs: there is no {path}", "check the path.") from None
     except UnicodeDecodeError as error:

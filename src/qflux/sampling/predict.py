@@ -49,7 +49,8 @@ class Predictor:
         self._transformer = components.transformer
         self._sampler = Sampler(family, components.transformer, components.scheduler)
         self._encoder = family.encoder(components, text_limit(config, family))
-        self._processor = ImageProcessor(processor or config.data.processor)
+        self._processor_settings = processor or config.data.processor
+        self._processor = ImageProcessor(self._processor_settings)
         self._settings = config.predict
 
     def __call__(
@@ -107,6 +108,7 @@ class Predictor:
             "num_inference_steps": steps or settings.num_inference_steps or defaults.num_inference_steps,
             "guidance_scale": settings.guidance_scale if guidance is None else guidance,
             "true_cfg_scale": cfg,
+            "preprocessing": self._processor_settings.model_dump(mode="json"),
         }
 
     def _denoised(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -12,7 +13,8 @@ import torch
 from qflux.adapters.attach import Weighted
 from qflux.adapters.export import merge, probe, require_same_output, save_verified, write_transformer
 from qflux.adapters.files import AdapterFile, Record, names_of, read_adapter
-from qflux.adapters.publish import write_card
+from qflux.adapters.publish import write_card, write_merged_card
+from qflux.data.store import file_hash, write_json
 from qflux.errors import CheckpointError, ConfigError, DataError
 from qflux.models.loading import checkpoint_folder, load_transformer
 
@@ -21,14 +23,24 @@ if TYPE_CHECKING:
 
     from qflux.training.trainer import Trainer
 
+MERGE_RECORD = "qflux_merge.json"
+"""What a merged checkpoint was made from; a folder without it is never replaced."""
 MUCH_LOST = 0.1
 """A larger share of the change lost to rounding is worth a word."""
 
 
+@dataclass(frozen=True)
+class Exported:
+    """What was written, by its name in a repository, and what there is to say about it."""
+
+    files: dict[str, Path]
+    lines: list[str]
+
+
 def export_adapters(
     trainer: Trainer, adapters: Sequence[Weighted], form: Literal["diffusers", "comfyui", "merged"], target: Path
-) -> Iterator[str]:
-    """Export; yields what there is to say about it."""
+) -> Exported:
+    """Write a LoRA in a format, or several into their base."""
     files = [read_adapter(adapter.path) for adapter in adapters]
     for file in files:
         file.require_family(trainer.family)
@@ -37,57 +49,92 @@ def export_adapters(
                 f"{file.path} is a LoKr or LoHa, which has no other format", "use it with `qflux predict`."
             )
     if form == "merged":
-        if target.suffix:
-            raise DataError(f"--output {target} looks like a file", "a merged checkpoint is a folder.")
+        if target.is_file() or target.suffix == ".safetensors":
+            raise DataError(f"--output {target} is a file", "a merged checkpoint is a folder.")
     elif len(files) > 1 or adapters[0].weight != 1.0:
         raise DataError(
             f"--format {form} writes one LoRA as it is", "use --format merged for several, or for another strength."
         )
     elif target.suffix != ".safetensors":
         raise DataError(f"--output {target} is no .safetensors file", "give a name that ends in .safetensors.")
+    elif any(target.resolve() == file.path.resolve() for file in files):
+        raise DataError(f"--output {target} is the LoRA itself", "give another name.")
     model = trainer.config.model
     if model.quantization:
         raise ConfigError("an export needs the base in full precision", "set model.quantization: null.")
     transformer = load_transformer(trainer.family.transformer, model, trainer.dtype, trainer.device)
     if form == "merged":
-        yield from _merged(trainer, transformer, files, [adapter.weight for adapter in adapters], target)
-    else:
-        yield from _converted(trainer, transformer, files[0], form, target)
+        return _merged(trainer, transformer, files, [adapter.weight for adapter in adapters], target)
+    return _converted(trainer, transformer, files[0], form, target)
 
 
 def _converted(
     trainer: Trainer, transformer: nn.Module, file: AdapterFile, form: Literal["diffusers", "comfyui"], target: Path
-) -> Iterator[str]:
+) -> Exported:
     names = names_of(trainer.family, transformer)
     layers = file.layers(trainer.family, transformer)
     record = file.record or Record(trainer.family.name)
-    written = save_verified(target, layers, form, names, record)
-    apart = require_same_output(transformer, trainer.family, layers, written.layers(trainer.family, transformer))
+    apart = 0.0
+
+    def compare(written: AdapterFile) -> None:
+        nonlocal apart
+        again = written.layers(trainer.family, transformer)
+        apart = require_same_output(transformer, trainer.family, layers, again)
+
+    save_verified(target, layers, form, names, record, compare)
     card = write_card(target.parent, record, trainer.family.pipeline, target.name)
-    yield f"{len(layers)} layers as {form}, read back and compared (outputs differ by {apart:.1g}): {target}"
-    yield str(card)
+    said = f"{len(layers)} layers as {form}, read back and compared (outputs differ by {apart:.1g}): {target}"
+    return Exported({target.name: target, "README.md": card}, [said, str(card)])
 
 
 def _merged(
     trainer: Trainer, transformer: nn.Module, files: Sequence[AdapterFile], weights: Sequence[float], target: Path
-) -> Iterator[str]:
+) -> Exported:
     """A whole checkpoint: the merged transformer, and every other part as it is."""
+    target = target.resolve()
+    if target.exists() and any(target.iterdir()) and not (target / MERGE_RECORD).is_file():
+        raise DataError(f"--output {target} holds something else than an earlier merge", "give a new folder.")
+    if target == Path(trainer.config.model.pretrained).expanduser().resolve():
+        raise DataError(f"--output {target} is the base itself", "give a new folder.")
     loras = [file.layers(trainer.family, transformer) for file in files]
     report = merge(transformer, list(zip(loras, weights, strict=True)))
-    if target.exists() and not (target / "model_index.json").is_file() and any(target.iterdir()):
-        raise DataError(f"--output {target} holds something else", "give a new folder.")
-    staging = target.with_name(f".{target.name}.tmp")
+    staging, former = (target.with_name(f".{target.name}.{kind}") for kind in ("tmp", "former"))
     shutil.rmtree(staging, ignore_errors=True)
     try:
         _write_checkpoint(trainer, transformer, staging)
-        shutil.rmtree(target, ignore_errors=True)
-        staging.rename(target)
+        pretrained = trainer.config.model.pretrained
+        base = Path(pretrained).name if Path(pretrained).exists() else pretrained
+        merged = [
+            {"file": file.path.name, "sha256": file_hash(file.path), "weight": weight}
+            for file, weight in zip(files, weights, strict=True)
+        ]
+        write_json(staging / MERGE_RECORD, {"base": base, "dtype": trainer.config.model.dtype, "adapters": merged})
+        write_merged_card(staging, base, trainer.family.pipeline, [file.path.name for file in files])
+        _swap(staging, target, former)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    yield f"{report.layers} layers merged into {trainer.config.model.dtype}, read back and compared: {target}"
-    yield f"{report.lost:.2%} of the change is lost to rounding"
+    said = [
+        f"{report.layers} layers merged into {trainer.config.model.dtype}, read back and compared: {target}",
+        f"{report.lost:.2%} of the change is lost to rounding",
+    ]
     if report.lost > MUCH_LOST:
-        yield "that is much: merge with --set model.dtype=float32, or keep the LoRA apart"
+        said.append("that is much: merge with --set model.dtype=float32, or keep the LoRA apart")
+    written = sorted(path for path in target.rglob("*") if path.is_file())
+    return Exported({path.relative_to(target).as_posix(): path for path in written}, said)
+
+
+def _swap(new: Path, target: Path, former: Path) -> None:
+    """`new` takes the place of `target`, which is gone only when that has worked."""
+    shutil.rmtree(former, ignore_errors=True)
+    if target.exists():
+        target.rename(former)
+    try:
+        new.rename(target)
+    except OSError:
+        if former.exists():
+            former.rename(target)
+        raise
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def _write_checkpoint(trainer: Trainer, transformer: nn.Module, folder: Path) -> None:

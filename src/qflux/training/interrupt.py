@@ -61,7 +61,7 @@ def exclusive(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
             raise QfluxError(
-                f"another run (process {owner}) is writing to {folder}", "wait for it, or choose another run_name."
+                f"another run (process {owner}) is writing to {folder}", "wait for it, or write somewhere else."
             ) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)

@@ -225,9 +225,10 @@ class Trainer:
 
     def _preprocessing(self, records: Sequence[Record]) -> ProcessorSettings | None:
         """How the images of the adapters' runs reached their size, if that is known and wanted."""
-        if not records or self.config.predict.preprocessing == "config":
+        known = [record.preprocessing for record in records if record.preprocessing]
+        if not known or self.config.predict.preprocessing == "config":
             return None
-        recorded, *others = [record.preprocessing for record in records]
+        recorded, *others = known
         if any(other != recorded for other in others):
             logger.warning("the LoRAs were trained with different preprocessing; the first one's is used")
         try:
