@@ -19,9 +19,14 @@ from rich.progress import TaskID
 from rich.table import Table
 
 from qflux.cli.cache import cache_app
+from qflux.cli.checks import check, doctor
 from qflux.cli.export import export
+from qflux.cli.init import init
 from qflux.cli.predict import predict
+from qflux.cli.report import report
+from qflux.cli.schema import schema
 from qflux.cli.terminal import (
+    QUIET,
     ConfigFile,
     LineNowAndThen,
     Overrides,
@@ -31,20 +36,49 @@ from qflux.cli.terminal import (
     is_first_process,
     progress_bar,
     say,
+    stages,
     trainer_of,
 )
-from qflux.errors import Interrupted, QfluxError
+from qflux.errors import ConfigError, Interrupted, QfluxError
+from qflux.version import VERSION
 
 if TYPE_CHECKING:
     from qflux.training.metrics import StepReport
 
 app = typer.Typer(
-    help="Fine-tune image-editing diffusion transformers on images of different sizes in the same batch.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=True,
 )
 app.add_typer(cache_app, name="cache")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        say(f"qflux {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no warnings.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more; libraries may speak too.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Fine-tune image-editing diffusion transformers on images of different sizes in the same batch.
+
+    A first look, without a GPU: qflux demo. Your own data: qflux init, check, cache, fit, predict.
+    """
+    if quiet and verbose:
+        raise ConfigError("--quiet and --verbose exclude each other", "give one of them.")
+    if quiet:
+        QUIET.set()
+        logging.getLogger().setLevel(logging.ERROR)
+    if verbose:
+        for name in ("", "qflux", "diffusers"):
+            logging.getLogger(name).setLevel(logging.INFO)
 
 
 @app.command()
@@ -53,7 +87,10 @@ def demo(
     family: Annotated[str, typer.Option(help="Which family to try.")] = "flux-kontext",
     set_: Overrides = None,
 ) -> None:
-    """Try everything offline: synthetic data, a tiny model, cache, fit and predict."""
+    """Try everything offline: synthetic data, a small model, cache, fit and predict.
+
+    qflux demo --output /tmp/demo
+    """
     from qflux.demo.run import DemoProgress, demo_config, run_demo  # noqa: PLC0415
 
     started = time.perf_counter()
@@ -92,7 +129,10 @@ def inspect_(
     output: Annotated[Path | None, typer.Option(help="Folder of the pictures. Default: inspect/ of the run.")] = None,
     set_: Overrides = None,
 ) -> None:
-    """Look at the data: what is in it, what will become of it, what is wrong with it."""
+    """Look at the data: what is in it, what will become of it, what is wrong with it.
+
+    qflux inspect --config recipes/flux-kontext.yaml --json findings.json
+    """
     from qflux.data.store import write_json  # noqa: PLC0415
     from qflux.report.inspection import batch_picture, contact_sheet  # noqa: PLC0415
     from qflux.report.pictures import write_png  # noqa: PLC0415
@@ -100,14 +140,7 @@ def inspect_(
 
     trainer = trainer_of(config, set_)
     with progress_bar() as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def update(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total, note="")
-            bar.update(tasks[stage], completed=done, total=total)
-
-        inspected = trainer.inspect(update)
+        inspected = trainer.inspect(stages(bar))
     for table in inspection_tables(inspected.summary):
         console.print(table)
     if json_:
@@ -122,6 +155,8 @@ def inspect_(
 @app.command()
 def fit(config: ConfigFile, set_: Overrides = None) -> None:
     """Train on cached samples; goes on where an interrupted run was.
+
+    qflux fit --config recipes/flux-kontext.yaml --set train.max_train_steps=500
 
     On several GPUs: torchrun --nproc-per-node 8 -m qflux.cli fit --config FILE
     """
@@ -168,6 +203,11 @@ def _progress_note(report: StepReport) -> str:
 
 app.command(name="predict")(predict)
 app.command(name="export")(export)
+app.command(name="report")(report)
+app.command(name="init")(init)
+app.command(name="check")(check)
+app.command(name="doctor")(doctor)
+app.command(name="schema")(schema)
 
 
 # typer brings its own copy of click, depending on its version; its public exceptions lead to the right one.
@@ -176,6 +216,7 @@ _UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command. Exit code 0: done, 2: the input is wrong, 130: interrupted, 1: a bug."""
+    QUIET.clear()
     _set_up_logging()
     try:
         code = app(args=list(arguments) if arguments is not None else None, standalone_mode=False) or 0

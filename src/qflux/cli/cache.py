@@ -26,6 +26,8 @@ Folder = Annotated[Path | None, typer.Option("--path", help="A cache folder, ins
 def cache(context: typer.Context, config: MaybeConfig = None, set_: Overrides = None) -> None:
     """Encode prompts and images once, so that training loads neither.
 
+    qflux cache --config recipes/flux-kontext.yaml
+
     Run it again after a change or an interruption: only what is missing is made. Several processes may share the work:
     torchrun --nproc-per-node 8 -m qflux.cli cache --config FILE
     """

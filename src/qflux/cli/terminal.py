@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from qflux.errors import DataError
 
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
     from qflux.training.trainer import Trainer
 
 console = Console(emoji=False)
+"""Results: what a script may want to read."""
 errors = Console(stderr=True, emoji=False)
+"""Errors, warnings and progress."""
+QUIET = threading.Event()
+"""No progress."""
 
 ConfigFile = Annotated[Path, typer.Option("--config", help="A YAML file; recipes/ has one per family.")]
 Overrides = Annotated[
@@ -47,8 +52,20 @@ def progress_bar() -> Iterator[Progress]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=console, disable=not is_first_process()) as progress:
+    with Progress(*columns, console=errors, disable=not is_first_process() or QUIET.is_set()) as progress:
         yield progress
+
+
+def stages(bar: Progress) -> Callable[[str, int, int], None]:
+    """A listener that gives every stage a line of the bar."""
+    tasks: dict[str, TaskID] = {}
+
+    def update(stage: str, done: int, total: int) -> None:
+        if stage not in tasks:
+            tasks[stage] = bar.add_task(stage, total=total, note="")
+        bar.update(tasks[stage], completed=done, total=total)
+
+    return update
 
 
 class LineNowAndThen:
@@ -61,7 +78,7 @@ class LineNowAndThen:
 
     def __call__(self, step: int, text: str) -> None:
         now = time.monotonic()
-        if not console.is_terminal and (step == 1 or now - self._last >= self.SECONDS):
+        if not errors.is_terminal and not QUIET.is_set() and (step == 1 or now - self._last >= self.SECONDS):
             self._last = now
             say(text)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from qflux.config.section import Area, Folder, Section, Size
+from qflux.config.section import AREA_SCHEMA, Area, Folder, Section, Size
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,23 @@ def _candidates(value: Any) -> Any:
     return ({"target": value} if value else None) if isinstance(value, list) else value
 
 
+_CANDIDATES_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "array", "items": AREA_SCHEMA},
+        {"enum": ["kontext", None]},
+        {
+            "type": "object",
+            "properties": {
+                "preset": {"enum": ["kontext", None]},
+                "target": {"type": "array", "items": AREA_SCHEMA},
+                "controls": {"type": "array", "items": {"type": "array", "items": AREA_SCHEMA}},
+            },
+            "additionalProperties": False,
+        },
+    ]
+}
+
+
 class ProcessorSettings(Section):
     """How images reach their training size. `target_size` wins over `multi_resolutions` over `target_pixels`."""
 
@@ -43,13 +60,17 @@ class ProcessorSettings(Section):
         description="center_crop and fixed_pixels cover the size and crop the rest; resize stretches; padding pads",
     )
     target_size: Size | None = Field(default=None, description="one fixed [height, width]")
-    multi_resolutions: Annotated[Candidates | None, BeforeValidator(_candidates)] = Field(
+    multi_resolutions: Annotated[
+        Candidates | None, BeforeValidator(_candidates), WithJsonSchema(_CANDIDATES_SCHEMA)
+    ] = Field(
         default=None, description='candidate areas: a list, {target: […], controls: [[…], …]}, or the preset "kontext"'
     )
     target_pixels: Area | None = Field(default=None, description="one area for all images")
     controls_size: list[Size] | None = Field(default=None, description="[height, width] of each further control")
     controls_pixels: list[Area] | Area | None = Field(default=None, description="area of each further control")
-    max_aspect_ratio: float = Field(default=3.0, ge=1.0)
+    max_aspect_ratio: float = Field(
+        default=3.0, ge=1.0, description="longer images are cropped to it, about the centre"
+    )
 
     @model_validator(mode="after")
     def _tell_precedence(self) -> ProcessorSettings:
@@ -66,8 +87,8 @@ class ProcessorSettings(Section):
 class Source(Section):
     """What every source of samples has. A sample trains `repeats` x `weight` times in an epoch."""
 
-    path: Folder
-    repeats: int = Field(default=1, ge=1, le=10_000)
+    path: Folder = Field(description="a folder or a file; for Hugging Face also a hub id")
+    repeats: int = Field(default=1, ge=1, le=10_000, description="visits of a sample in an epoch")
     weight: float = Field(
         default=1.0, ge=0.001, le=10_000, description="may be a fraction: 0.25 is once in four epochs, in turns"
     )
@@ -87,56 +108,56 @@ class Source(Section):
 class FolderSource(Source):
     """training_images/ with a prompt beside each image, and control_images/."""
 
-    type: Literal["folder"] = "folder"
+    type: Literal["folder"] = Field(default="folder", description="this kind; may be left out")
 
 
 class TableColumns(Section):
     """Where a table has what. Further controls are in `<control>_1`, `<control>_2`, …"""
 
-    target: str = "path_target"
-    control: str = "path_control"
-    prompt: str = "prompt"
-    mask: str = "path_mask"
+    target: str = Field(default="path_target", description="the wanted image")
+    control: str = Field(default="path_control", description="the image to edit")
+    prompt: str = Field(default="prompt", description="the instruction")
+    mask: str = Field(default="path_mask", description="the edited region, if the table has one")
 
 
 class CsvSource(Source):
     """A CSV file with a header; paths are relative to `root`."""
 
-    type: Literal["csv"]
+    type: Literal["csv"] = Field(description="this kind")
     root: Folder | None = Field(default=None, description="default: the folder of the file")
-    columns: TableColumns = TableColumns()
+    columns: TableColumns = Field(default=TableColumns(), description="what the columns are called")
 
 
 class JsonlSource(Source):
     """A file with one JSON object per line, with the fields of a CSV source."""
 
-    type: Literal["jsonl"]
+    type: Literal["jsonl"] = Field(description="this kind")
     root: Folder | None = Field(default=None, description="default: the folder of the file")
-    columns: TableColumns = TableColumns()
+    columns: TableColumns = Field(default=TableColumns(), description="what the fields are called")
 
 
 class HubColumns(Section):
     """Where a Hugging Face data set has what."""
 
-    target: str = "target_image"
+    target: str = Field(default="target_image", description="the wanted image")
     controls: str = Field(default="control_images", description="one image, or a list of images")
-    prompt: str = "prompt"
-    mask: str = "control_mask"
+    prompt: str = Field(default="prompt", description="the instruction")
+    mask: str = Field(default="control_mask", description="the edited region, if there is one")
 
 
 class HubSource(Source):
     """A Hugging Face data set: a hub id, a saved data set, or parquet or arrow files. Needs `qflux[datasets]`."""
 
-    type: Literal["huggingface"]
-    split: str = "train"
+    type: Literal["huggingface"] = Field(description="this kind")
+    split: str = Field(default="train", description="of the data set")
     revision: str | None = Field(default=None, description="of a hub id: a branch, a tag or a commit")
-    columns: HubColumns = HubColumns()
+    columns: HubColumns = Field(default=HubColumns(), description="what the columns are called")
 
 
 class CacheSource(Source):
     """Embeddings without images: another cache folder, or torch files of format 1.0 or 2.0, one sample each."""
 
-    type: Literal["cache"]
+    type: Literal["cache"] = Field(description="this kind")
     default_size: Size | None = Field(
         default=None, description="[height, width] in pixels, for 1.0 files that do not say theirs"
     )
@@ -151,9 +172,9 @@ SourceList = list[
 class HeldOutSettings(Section):
     """Samples that never train: so many, such a share, or sources of their own."""
 
-    count: int | None = Field(default=None, ge=1)
-    fraction: float | None = Field(default=None, gt=0, lt=1)
-    sources: SourceList | None = Field(default=None, min_length=1)
+    count: int | None = Field(default=None, ge=1, description="so many of the training sources' samples")
+    fraction: float | None = Field(default=None, gt=0, lt=1, description="such a share of them")
+    sources: SourceList | None = Field(default=None, min_length=1, description="sources of their own")
 
     @model_validator(mode="after")
     def _one_of_them(self) -> HeldOutSettings:
@@ -177,7 +198,9 @@ class DataSettings(Section):
     on_bad_sample: Literal["error", "skip"] = Field(
         default="error", description="skip: leave out what can't be used, and name each one in the ledger"
     )
-    processor: ProcessorSettings = ProcessorSettings()
+    processor: ProcessorSettings = Field(
+        default=ProcessorSettings(), description="how images reach their training size"
+    )
 
     @model_validator(mode="after")
     def _one_of_each(self) -> DataSettings:

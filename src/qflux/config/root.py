@@ -24,21 +24,23 @@ from qflux.config.training import (
 class Config(Section):
     """Everything a run depends on."""
 
-    family: Literal["flux-kontext", "qwen-image", "qwen-image-edit", "qwen-image-edit-plus"] = "flux-kontext"
-    output_dir: Folder = Path("runs")
+    family: Literal["flux-kontext", "qwen-image", "qwen-image-edit", "qwen-image-edit-plus"] = Field(
+        default="flux-kontext", description="which kind of model"
+    )
+    output_dir: Folder = Field(default=Path("runs"), description="where runs and the cache go")
     run_name: str = Field(
         default="run", pattern=r"^[\w][\w.-]*$", description="a folder of output_dir; `cache` is taken"
     )
-    seed: Seed = 0
-    model: ModelSettings
-    data: DataSettings
-    cache: CacheSettings = CacheSettings()
-    lora: LoraSettings = LoraSettings()
-    optimizer: OptimizerSettings = OptimizerSettings()
-    train: TrainSettings = TrainSettings()
-    loss: LossSettings = LossSettings()
-    validation: ValidationSettings = ValidationSettings()
-    predict: PredictSettings = PredictSettings()
+    seed: Seed = Field(default=0, description="of everything random: equal seeds give equal runs")
+    model: ModelSettings = Field(description="which weights, and in what precision")
+    data: DataSettings = Field(description="where the samples are")
+    cache: CacheSettings = Field(default=CacheSettings(), description="where embeddings are kept")
+    lora: LoraSettings = Field(default=LoraSettings(), description="the adapter that trains")
+    optimizer: OptimizerSettings = Field(default=OptimizerSettings(), description="any torch-style optimizer")
+    train: TrainSettings = Field(default=TrainSettings(), description="the loop")
+    loss: LossSettings = Field(default=LossSettings(), description="the objective")
+    validation: ValidationSettings = Field(default=ValidationSettings(), description="what checkpoints are measured by")
+    predict: PredictSettings = Field(default=PredictSettings(), description="defaults of `qflux predict`")
 
     @model_validator(mode="after")
     def _cache_is_no_run(self) -> Config:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 STEP = 16
 """Sizes are multiples of this many pixels: one token."""
@@ -35,9 +35,28 @@ def _side(value: int) -> int:
     return value
 
 
-Area = Annotated[int, BeforeValidator(_area), Field(ge=STEP * STEP)]
+AREA_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "minimum": STEP * STEP},
+        {"type": "string", "pattern": r"^\s*\d+\s*[*x×]\s*\d+\s*$", "examples": ["512*768"]},
+    ]
+}
+_SIDE_SCHEMA = {"type": "integer", "minimum": STEP, "multipleOf": STEP}
+_SIZE_SCHEMA = {"type": "array", "prefixItems": [_SIDE_SCHEMA, _SIDE_SCHEMA], "minItems": 2, "maxItems": 2}
+
+Area = Annotated[int, BeforeValidator(_area), Field(ge=STEP * STEP), WithJsonSchema(AREA_SCHEMA)]
 Side = Annotated[int, Field(ge=STEP), BeforeValidator(lambda v: _side(v) if isinstance(v, int) else v)]
-Size = Annotated[tuple[Side, Side], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
-Folder = Annotated[Path, Field(strict=False), AfterValidator(lambda path: path.expanduser())]
+Size = Annotated[
+    tuple[Side, Side],
+    BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v),
+    WithJsonSchema(_SIZE_SCHEMA),
+]
+Folder = Annotated[
+    Path, Field(strict=False), AfterValidator(lambda path: path.expanduser()), WithJsonSchema({"type": "string"})
+]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Names = Annotated[tuple[str, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
+Names = Annotated[
+    tuple[str, ...],
+    BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v),
+    WithJsonSchema({"type": "array", "items": {"type": "string"}, "minItems": 1}),
+]

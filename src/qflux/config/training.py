@@ -45,11 +45,13 @@ class CacheSettings(Section):
 class LoraSettings(Section):
     """The adapter that trains."""
 
-    type: Literal["lora", "dora", "lokr", "loha"] = "lora"
-    rank: int = Field(default=16, ge=1, le=2048)
+    type: Literal["lora", "dora", "lokr", "loha"] = Field(default="lora", description="which kind of adapter")
+    rank: int = Field(default=16, ge=1, le=2048, description="size of the adapter's inner dimension")
     alpha: float | None = Field(default=None, gt=0, description="default: the rank, so that the scale is 1")
-    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    target_modules: Names = Field(default=("to_q", "to_k", "to_v", "to_out.0"), min_length=1)
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="of the adapter's input while training")
+    target_modules: Names = Field(
+        default=("to_q", "to_k", "to_v", "to_out.0"), min_length=1, description="layers, by the end of their names"
+    )
     init: Literal["gaussian", "kaiming"] = Field(
         default="gaussian", description="of the down projection of lora and dora; up is zero"
     )
@@ -58,14 +60,18 @@ class LoraSettings(Section):
 class OptimizerSettings(Section):
     """Any torch-style optimizer."""
 
-    class_path: str = Field(default="torch.optim.AdamW", pattern=r"^[\w.]+\.\w+$")
-    init_args: dict[str, Any] = Field(default={"lr": 1e-4, "weight_decay": 1e-4})
+    class_path: str = Field(
+        default="torch.optim.AdamW", pattern=r"^[\w.]+\.\w+$", description="its class, with the module"
+    )
+    init_args: dict[str, Any] = Field(
+        default={"lr": 1e-4, "weight_decay": 1e-4}, description="its arguments, the learning rate among them"
+    )
 
 
 class EmaSettings(Section):
     """A running average of what trains. It is what validates, and what the run ends with."""
 
-    decay: float = Field(default=0.999, gt=0, lt=1)
+    decay: float = Field(default=0.999, gt=0, lt=1, description="what remains of the average at each step")
     warmup: bool = Field(
         default=True, description="begin with a shorter memory: min(decay, (1 + steps) / (10 + steps))"
     )
@@ -76,9 +82,9 @@ class TrainSettings(Section):
 
     method: Literal["lora", "full"] = Field(default="lora", description="full: every weight of the transformer trains")
     max_train_steps: int | None = Field(default=None, ge=1, description="optimizer steps; wins over num_epochs")
-    num_epochs: int = Field(default=1, ge=1)
+    num_epochs: int = Field(default=1, ge=1, description="passes over the data, unless max_train_steps is set")
     gradient_accumulation_steps: int = Field(default=1, ge=1, description="micro-batches of a process in a step")
-    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="longer gradients are shortened; null: never")
     lr_scheduler: Literal[
         "constant",
         "constant_with_warmup",
@@ -87,14 +93,14 @@ class TrainSettings(Section):
         "cosine_with_restarts",
         "polynomial",
         "piecewise_constant",
-    ] = "constant"
+    ] = Field(default="constant", description="how the learning rate changes over the run; those of diffusers")
     lr_warmup_steps: int = Field(default=0, ge=0, description="optimizer steps")
     lr_num_cycles: int = Field(default=1, ge=1, description="of cosine_with_restarts")
     lr_power: float = Field(default=1.0, gt=0, description="of polynomial")
     lr_step_rules: str | None = Field(
         default=None, description='of piecewise_constant: "1:100,0.1:200,0.01" is a tenth from step 100 on, and so on'
     )
-    ema: EmaSettings | None = None
+    ema: EmaSettings | None = Field(default=None, description="a running average of what trains; {} for its defaults")
     on_nan: Literal["stop", "skip"] = Field(
         default="stop",
         description="a loss or gradient that is no number: save and stop, or leave the step out and count",
@@ -150,8 +156,10 @@ class ValidationSettings(Section):
 
 
 class MaskLossSettings(Section):
-    foreground_weight: float = Field(default=2.0, ge=0)
-    background_weight: float = Field(default=1.0, ge=0)
+    """How much the edited region and the rest count."""
+
+    foreground_weight: float = Field(default=2.0, ge=0, description="of tokens that the mask marks")
+    background_weight: float = Field(default=1.0, ge=0, description="of the others")
 
 
 class TimestepSettings(Section):
@@ -183,7 +191,7 @@ class LossSettings(Section):
     """The objective."""
 
     use_mask_loss: bool = Field(default=False, description="weight the edited region of samples that have a mask")
-    mask_loss_fn: MaskLossSettings = MaskLossSettings()
+    mask_loss_fn: MaskLossSettings = Field(default=MaskLossSettings(), description="weights of edited and other tokens")
     normalize_by_valid_tokens: bool = Field(
         default=True, description="true: every token counts the same; false: every image counts the same"
     )
@@ -191,7 +199,7 @@ class LossSettings(Section):
         default=None, description="of noise levels, as in SD3; default: what timesteps.density calls for"
     )
     prior_weight: float = Field(default=1.0, ge=0, description="of the class images' loss, if there are any")
-    timesteps: TimestepSettings = TimestepSettings()
+    timesteps: TimestepSettings = Field(default=TimestepSettings(), description="how noise levels are drawn")
 
 
 class PredictSettings(Section):
@@ -205,4 +213,4 @@ class PredictSettings(Section):
     preprocessing: Literal["lora", "config"] = Field(
         default="lora", description="how images reach their size: as the LoRA was trained, or as data.processor says"
     )
-    seed: Seed = 0
+    seed: Seed = Field(default=0, description="of the noise an edit starts from")

@@ -21,14 +21,14 @@ _REPAIR = "fetch the checkpoint again, or give another one."
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model")
 
 
-def checkpoint_folder(pretrained: str, parts: Sequence[str], download: bool = True) -> Path:
-    """The local folder of a checkpoint, downloading the named parts if it is a hub id and they may be."""
+def checkpoint_folder(pretrained: str, parts: Sequence[str], download: bool = True, files: str = "*") -> Path:
+    """The local folder of a checkpoint, downloading (`files` of) the named parts if it is a hub id and they may be."""
     folder = Path(pretrained).expanduser()
     if not folder.is_dir():
         if pretrained.count("/") != 1 or pretrained.startswith((".", "/", "~")):
             raise CheckpointError(f"model.pretrained: no folder {pretrained}", "give a diffusers folder or a hub id.")
         try:
-            patterns = [f"{part}/*" for part in parts]
+            patterns = [f"{part}/{files}" for part in parts]
             wanted = ["model_index.json", *patterns]
             folder = Path(snapshot_download(pretrained, allow_patterns=wanted, local_files_only=not download))
         except Exception as error:
@@ -49,8 +49,8 @@ def load_transformer(loader: Any, settings: ModelSettings, dtype: torch.dtype, d
 
 
 def empty_transformer(loader: Any, settings: ModelSettings) -> Any:
-    """The transformer's layers without their weights, from its description alone."""
-    folder, part = _transformer_folder(settings)
+    """The transformer's layers without their weights, from its description alone; nothing else is fetched."""
+    folder, part = _transformer_folder(settings, "config.json")
     try:
         with torch.device("meta"):
             return loader.from_config(loader.load_config(folder, subfolder=part))
@@ -58,9 +58,9 @@ def empty_transformer(loader: Any, settings: ModelSettings) -> Any:
         raise CheckpointError(f"{folder / part} can't be read: {error}", _REPAIR) from error
 
 
-def _transformer_folder(settings: ModelSettings) -> tuple[Path, str]:
+def _transformer_folder(settings: ModelSettings, files: str = "*") -> tuple[Path, str]:
     if settings.transformer is None:
-        return checkpoint_folder(settings.pretrained, ("transformer",)), "transformer"
+        return checkpoint_folder(settings.pretrained, ("transformer",), files=files), "transformer"
     if not settings.transformer.is_dir():
         raise CheckpointError(f"model.transformer: no folder {settings.transformer}", "give a diffusers transformer.")
     return settings.transformer.parent, settings.transformer.name

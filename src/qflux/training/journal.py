@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -16,8 +17,10 @@ from qflux.adapters.files import Record
 from qflux.adapters.publish import write_card
 from qflux.config import Config
 from qflux.data.plan import PlannedStep
-from qflux.data.store import write_bytes
+from qflux.data.store import write_bytes, write_json
 from qflux.models import get_family
+from qflux.report.environment import environment
+from qflux.report.page import write_report
 from qflux.report.pictures import GridRow, edit_grid, write_png
 from qflux.training.encode import PlannedSet
 from qflux.training.ledger import Ledger
@@ -28,8 +31,31 @@ from qflux.training.validation import DrawnEdit, Validation, drifts
 logger = logging.getLogger(__name__)
 
 
+class _WarningFile(logging.Handler):
+    """Warnings of a run, for its report; each text once."""
+
+    def __init__(self, path: Path, keep: bool) -> None:
+        super().__init__(logging.WARNING)
+        self._path = path
+        self._seen: set[str] = set()
+        if not keep:
+            path.unlink(missing_ok=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if text in self._seen:
+            return
+        self._seen.add(text)
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"text": text}) + "\n")
+        except OSError:
+            self.handleError(record)
+
+
 class Journal:
-    """Writes `config.yaml`, `metrics.jsonl`, `validation.jsonl`, `ledger.jsonl` and `samples/`.
+    """Writes `config.yaml`, `environment.json`, `metrics.jsonl`, `validation.jsonl`, `ledger.jsonl`, `warnings.jsonl`
+    and `samples/`; at the end `report.html`, made of them.
 
     A resumed run first drops the lines of steps that it is about to do again.
     """
@@ -37,11 +63,14 @@ class Journal:
     def __init__(self, config: Config, planned: PlannedSet, done: int, listener: Listener | None) -> None:
         folder = config.run_dir
         write_bytes(folder / "config.yaml", yaml.safe_dump(config.dump(), sort_keys=False).encode())
+        write_json(folder / "environment.json", environment())
         self._config = config
         self._folder = folder
         self._metrics = LineFile(folder / "metrics.jsonl", done)
         self._validation = LineFile(folder / "validation.jsonl", done)
         self._ledger = Ledger(folder / "ledger.jsonl", planned.training, planned.faults, done)
+        self._warnings = _WarningFile(folder / "warnings.jsonl", keep=done > 0)
+        logging.getLogger("qflux").addHandler(self._warnings)
         self._trackers = list(open_trackers(config, done))
         self._listener = listener
 
@@ -78,6 +107,11 @@ class Journal:
 
     def close(self) -> None:
         self._track(lambda tracker: tracker.close())
+        logging.getLogger("qflux").removeHandler(self._warnings)
+        try:
+            write_report([self._folder], self._folder / "report.html")
+        except Exception as error:  # a report must not cost a run
+            logger.warning("the report can't be written: %s", error)
 
     def _track(self, action: Callable[[Tracker], None]) -> None:
         """A tracker that fails is left alone from then on; it must not cost a run."""
@@ -91,13 +125,20 @@ class Journal:
     def _draw(self, done: int, edits: Sequence[DrawnEdit]) -> Path:
         """`samples/step-N.png`, all side by side, and `samples/step-N/`, each output by itself."""
         columns = ("control", "output", "wanted")
-        rows = []
+        rows, described = [], []
+        samples = self._folder / "samples"
         for number, edit in enumerate(edits):
             images = {"control": edit.control, "output": edit.output, "wanted": edit.wanted}
             caption = f"{edit.name}: {edit.prompt}"
             rows.append(GridRow(caption[:80], {name: images[name] for name in columns if images[name] is not None}))  # type: ignore[misc]
-            name = re.sub(r"[^\w.-]+", "_", edit.name)[-80:]
-            write_png(self._folder / "samples" / f"step-{done:08d}" / f"{number:02d}-{name}.png", edit.output)
+            plain = re.sub(r"[^\w.-]+", "_", edit.name)[-80:]
+            name = f"{number:02d}-{plain}.png"
+            files = {"output": f"step-{done:08d}/{name}", "wanted": f"wanted/{name}", "control": f"control/{name}"}
+            for kind, image in images.items():
+                if image is not None:
+                    write_png(samples / files[kind], image)
+            described.append({"name": edit.name, "prompt": edit.prompt} | {k: f"../{v}" for k, v in files.items()})
+        write_json(samples / f"step-{done:08d}" / "edits.json", {"edits": described})
         largest = max(max(edit.output.size) for edit in edits)
         grid = edit_grid(
             rows, [column for column in columns if any(column in row.images for row in rows)], 384 / largest

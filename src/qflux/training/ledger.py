@@ -1,6 +1,6 @@
 """`ledger.jsonl`: which samples trained in which step of which epoch, and what was left out, and why.
 
-{"kind": "sample", "id": …, "name": …, "source": …, "rate": …}     once per sample, at the start
+{"kind": "sample", "id": …, "name": …, "source": …, "rate": …, "images": [[width, height], …]}     once per sample
 {"kind": "skipped", "what": …, "source": …, "reason": …}           what the data holds and the run does not use
 {"kind": "step", "step": 12, "epoch": 0, "samples": [id, …]}       all ranks together
 {"kind": "left out", "step": 13, …}                                 the same, but its loss was no number
@@ -108,4 +108,5 @@ def _sample(sample: TrainingSample) -> dict[str, Any]:
         "source": example.source,
         "target": str(example.target),
         "rate": example.rate,
+        "images": [[16 * columns, 16 * rows] for _, rows, columns in sample.img_shapes],
     }

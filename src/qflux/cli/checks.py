@@ -1,0 +1,91 @@
+"""`qflux check` and `qflux doctor`: what would go wrong, said before it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from qflux.cli.terminal import Overrides, amount, console, progress_bar, say, stages, trainer_of
+from qflux.errors import QfluxError
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+_MARKS = {
+    "ok": ("ok", "green"),
+    "warning": ("note", "yellow"),
+    "error": ("wrong", "bold red"),
+    "unknown": ("?", "cyan"),
+}
+
+
+def check(
+    config: Annotated[Path, typer.Argument(help="A YAML file.", show_default=False)],
+    set_: Overrides = None,
+    json_: AsJson = False,
+) -> None:
+    """Check everything about a run that needs no weights: settings, data, plan, layers, disk, cache.
+
+    Exit code 0: nothing is wrong, 2: something is.
+
+    qflux check recipes/flux-kontext.yaml --set data.path=my_data
+    """
+    from qflux.training.check import check as look  # noqa: PLC0415
+
+    trainer = trainer_of(config, set_)
+    with progress_bar() as bar:
+        found = list(look(trainer, stages(bar)))
+    wrong = [item for item in found if item.state == "error"]
+    if json_:
+        say(json.dumps({"ok": not wrong, "checks": [asdict(item) for item in found]}, indent=2))
+    else:
+        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        for item in found:
+            mark, style = _MARKS[item.state]
+            text = item.detail + (f"\n→ {item.remedy}" if item.remedy else "")
+            table.add_row(Text(mark, style=style), item.what, Text(text, overflow="fold"))
+        console.print(table)
+    if wrong:
+        raise QfluxError(f"{len(wrong)} things are wrong with {config}", "mend them, and check again.")
+
+
+def doctor(json_: AsJson = False) -> None:
+    """Show what qflux runs on: versions, devices, attention kernels, and what is missing.
+
+    qflux doctor
+    qflux doctor --json > machine.json
+    """
+    from qflux.report.environment import OPTIONAL, attention_backends, environment, version  # noqa: PLC0415
+
+    found: dict[str, Any] = environment()
+    found["attention"] = attention_backends()
+    found["optional"] = {name: version(name) for name in OPTIONAL}
+    found["free_disk_bytes"] = shutil.disk_usage(Path.cwd()).free
+    found["hub_token"] = bool(os.environ.get("HF_TOKEN"))
+    found["offline"] = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
+    if json_:
+        say(json.dumps(found, indent=2))
+        return
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_row("qflux", f"{found['qflux']}, Python {found['python']}, {found['system']}")
+    for name, number in found["packages"].items():
+        table.add_row(name, number or Text("missing", style="bold red"))
+    gpus = [f"{gpu['name']}, {gpu['memory_gib']} GiB, capability {gpu['capability']}" for gpu in found["devices"]]
+    cuda = f"CUDA {found['cuda']}" if found["cuda"] else "this build of torch has no CUDA"
+    table.add_row("devices", "\n".join(gpus) or f"no GPU ({cuda}); {found['cpu_threads']} CPU threads")
+    table.add_row("attention", ", ".join(name for name, there in found["attention"].items() if there))
+    table.add_row("free disk here", amount(found["free_disk_bytes"]))
+    table.add_row("HF_TOKEN", "set" if found["hub_token"] else "not set; gated models (FLUX) need one")
+    if found["offline"]:
+        table.add_row("HF_HUB_OFFLINE", "set: nothing is downloaded")
+    missing = [name for name, number in found["optional"].items() if number is None]
+    for name in missing:
+        source, purpose = OPTIONAL[name]
+        table.add_row(f"no {name}", Text(f"{purpose}; {source}"))
+    console.print(table)

@@ -1,0 +1,125 @@
+"""Line charts and bars as SVG: no script, no library, readable in print."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qflux.report.markup import Html, tag
+
+COLOURS = ("#ea580c", "#2563eb", "#059669", "#9333ea", "#b45309", "#0891b2")
+WIDTH, HEIGHT = 620, 230
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 34
+MOST_POINTS = 400
+
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve. A faint one is the raw data behind a smooth one, and is not in the legend."""
+
+    name: str
+    points: Points
+    colour: str
+    faint: bool = False
+
+
+def line_chart(title: str, lines: Sequence[Line], unit: str = "") -> Html | None:
+    """Curves over steps; nothing if there is nothing to draw."""
+    lines = [Line(line.name, _thinned(_finite(line.points)), line.colour, line.faint) for line in lines]
+    lines = [line for line in lines if line.points]
+    if not lines:
+        return None
+    xs = [x for line in lines for x, _ in line.points]
+    ys = [y for line in lines for _, y in line.points]
+    x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(min(0.0, *ys), max(ys))
+    # Curves may go beyond the outermost round number, and are drawn there too.
+    x_range = min(xs), max(xs)
+    y_range = min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = (x - x_range[0]) / ((x_range[1] - x_range[0]) or 1)
+        up = (y - y_range[0]) / ((y_range[1] - y_range[0]) or 1)
+        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
+
+    grid = []
+    for y in y_ticks:
+        _, height = place(x_range[0], y)
+        grid.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=_number(height), y2=_number(height), class_="grid"))
+        grid.append(tag("text", label(y), x=LEFT - 6, y=_number(height + 4), text_anchor="end"))
+    for x in x_ticks:
+        if x_range[0] <= x <= x_range[1]:
+            grid.append(tag("text", label(x), x=_number(place(x, 0)[0]), y=HEIGHT - BOTTOM + 16, text_anchor="middle"))
+    grid.append(tag("text", "step", x=WIDTH - RIGHT, y=HEIGHT - 4, text_anchor="end"))
+    curves = [_curve(line, [place(x, y) for x, y in line.points]) for line in lines]
+    drawing = tag("svg", *grid, *curves, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=title)
+    named = [line for line in lines if not line.faint]
+    legend = [tag("span", tag("i", style=f"background:{line.colour}"), line.name) for line in named]
+    heading = f"{title}, {unit}" if unit else title
+    return tag("figure", tag("figcaption", heading), drawing, tag("div", *legend, class_="legend"))
+
+
+def _curve(line: Line, points: Points) -> Html:
+    style = {"stroke": line.colour, "class_": "faint" if line.faint else "curve"}
+    last = line.points[-1]
+    note = tag("title", f"{line.name}: {label(last[1])} at step {label(last[0])}")
+    if len(points) == 1:
+        return tag("circle", note, cx=_number(points[0][0]), cy=_number(points[0][1]), r=3, fill=line.colour)
+    return tag("polyline", note, points=" ".join(f"{_number(x)},{_number(y)}" for x, y in points), fill="none", **style)
+
+
+def bars(counts: Sequence[tuple[str, int]]) -> Html:
+    """Counts as bars, with their numbers."""
+    most = max((count for _, count in counts), default=1) or 1
+    rows = [
+        tag("tr", tag("th", name), tag("td", str(count)), tag("td", tag("b", style=f"width:{100 * count / most:.1f}%")))
+        for name, count in counts
+    ]
+    return tag("table", *rows, class_="bars")
+
+
+def smoothed(points: Points) -> list[tuple[float, float]]:
+    """A running mean that remembers a twentieth of the curve."""
+    keep = 1 - 1 / max(1.0, len(points) / 20)
+    result: list[tuple[float, float]] = []
+    total = weight = 0.0
+    for x, y in _finite(points):
+        total, weight = keep * total + y, keep * weight + 1
+        result.append((x, total / weight))
+    return result
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers that cover a range."""
+    span = (high - low) or abs(high) or 1.0
+    power = 10.0 ** math.floor(math.log10(span / count))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if span / (power * factor) <= count)
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
+    return [step * number for number in range(first, max(last, first + 1) + 1)]
+
+
+def label(value: float) -> str:
+    """A number for an axis."""
+    if abs(value) >= 10_000:
+        return f"{value / 1000:,.4g}k" if abs(value) < 1e6 else f"{value / 1e6:,.4g}M"
+    return f"{value:.4g}"
+
+
+def _finite(points: Points) -> list[tuple[float, float]]:
+    return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+
+
+def _thinned(points: Points) -> Points:
+    """At most `MOST_POINTS`: each the mean of its neighbours."""
+    size = -(-len(points) // MOST_POINTS)
+    if size <= 1:
+        return points
+    parts = [points[start : start + size] for start in range(0, len(points), size)]
+    return [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]
+
+
+def _number(value: float) -> str:
+    return f"{value:.1f}"

@@ -1,0 +1,329 @@
+"""`report.html`: everything worth knowing about a run, or several side by side, in one file that needs no network."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import yaml
+from PIL import Image
+
+from qflux.data.store import write_bytes
+from qflux.report.charts import COLOURS, Line, bars, line_chart, smoothed
+from qflux.report.markup import Html, facts, join, table, tag
+from qflux.report.run_folder import EditHistory, RunFolder
+
+MOST_EDITS, MOST_STEPS, SIDE = 6, 8, 448
+"""Edits in a report, pictures of each, and their longer side: a report stays small enough to be sent around."""
+LEVELS = ("0 to 0.25, little noise", "0.25 to 0.5", "0.5 to 0.75", "0.75 to 1, mostly noise")
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+"""No request leaves the page, whatever is in it."""
+
+
+def write_report(folders: Sequence[Path], output: Path) -> Path:
+    """Write the report of one run, or of several beside each other."""
+    write_bytes(output, report([RunFolder(folder) for folder in folders]).encode())
+    return output
+
+
+def report(runs: Sequence[RunFolder]) -> Html:
+    """The page."""
+    title = " and ".join(run.name for run in runs)
+    own = files("qflux.report")
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", f"{title} – qflux"),
+        tag("style", Html(own.joinpath("page.css").read_text(encoding="utf-8"))),
+    )
+    sections = _sections(runs)
+    links = [tag("a", name, href=f"#{_anchor(name)}") for name, _ in sections]
+    body = tag(
+        "body",
+        tag("header", tag("h1", title), tag("nav", *links)),
+        tag("main", *(tag("section", tag("h2", name), content, id=_anchor(name)) for name, content in sections)),
+        tag("script", Html(own.joinpath("page.js").read_text(encoding="utf-8"))),
+    )
+    return Html("<!doctype html>" + tag("html", head, body, lang="en"))
+
+
+def _sections(runs: Sequence[RunFolder]) -> list[tuple[str, Html]]:
+    """Titles and contents; a section that has nothing to show is left out."""
+    made: list[tuple[str, Html | None]] = [
+        ("Summary", _summary(runs)),
+        (
+            "Warnings",
+            _per_run(runs, lambda run: tag("ul", *(tag("li", w) for w in run.warnings)) if run.warnings else None),
+        ),
+        ("Loss", _charts(_loss_charts(runs))),
+        ("Held-out edits", _per_run(runs, _edits)),
+        (
+            "Drift",
+            _charts([_validation_chart(runs, "Mean displacement against the control", "drift", "parts of the image")]),
+        ),
+        ("Speed and memory", _charts(_speed_charts(runs))),
+        ("Data", _per_run(runs, _data)),
+        ("Configuration", _configuration(runs)),
+        ("Environment", _per_run(runs, _environment)),
+    ]
+    return [(name, content) for name, content in made if content is not None]
+
+
+def _summary(runs: Sequence[RunFolder]) -> Html:
+    columns = [_figures(run) for run in runs]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    rows = [[name, *(column.get(name, "–") for column in columns)] for name in names]
+    return table(["", *(run.name for run in runs)] if len(runs) > 1 else (), rows)
+
+
+def _figures(run: RunFolder) -> dict[str, str]:
+    """What there is to say about a run in numbers."""
+    config, steps = run.config, run.steps
+    found = {"state": run.status, "family": str(config.get("family")), "model": str(_get(config, "model.pretrained"))}
+    held_out = [line for line in run.validations if isinstance(line.get("held_out_loss"), float)]
+    if held_out:
+        best = min(held_out, key=lambda line: line["held_out_loss"])
+        first, last = held_out[0]["held_out_loss"], held_out[-1]["held_out_loss"]
+        found["held-out loss"] = f"{first:.4f} → {last:.4f}"
+        found["best held-out loss"] = f"{best['held_out_loss']:.4f} after step {best['step']}"
+    if steps:
+        tokens, seconds = sum(_values(steps, "tokens")), sum(_values(steps, "seconds"))
+        padded = sum(s["tokens"] / (1 - s["padding_avoided"]) for s in steps if s.get("padding_avoided", 1) < 1)
+        found["steps"] = f"{steps[-1]['step']} of {run.total_steps}"
+        found["samples"] = str(run.coverage)
+        found["tokens"] = f"{tokens:,.0f}"
+        found["padding avoided"] = f"{1 - tokens / padded:.1%} of what a padded run would compute" if padded else "–"
+        if speeds := _values(steps, "tokens_per_second"):
+            found["tokens per second"] = f"{median(speeds):,.0f}"
+        found["time in steps"] = f"{seconds / 60:.1f} min" if seconds >= 90 else f"{seconds:.0f} s"
+        waiting = sum(_values(steps, "waiting_seconds"))
+        found["of it waiting for data"] = f"{waiting / seconds:.1%}" if seconds else "–"
+        if used := _values(steps, "utilisation"):
+            found["model-FLOP utilisation"] = f"{fmean(used):.1%}"
+        if memory := _values(steps, "peak_memory_gib"):
+            found["peak memory"] = f"{max(memory):.1f} GiB"
+        left_out = sum(bool(step.get("skipped")) for step in steps)
+        if left_out:
+            found["steps left out"] = f"{left_out} (loss or gradient was no number)"
+    return found
+
+
+def _loss_charts(runs: Sequence[RunFolder]) -> Iterator[Html | None]:
+    lines = []
+    for run, colour in _coloured(runs):
+        raw = _curve(run.steps, "loss")
+        lines += [
+            Line(run.name, raw, colour, faint=True),
+            Line(_name(runs, run, "training loss"), smoothed(raw), colour),
+        ]
+    yield line_chart("Training loss", lines)
+    yield _validation_chart(runs, "Held-out loss, at fixed noise", "held_out_loss")
+    for run in runs:
+        title = "Loss by noise level" if len(runs) == 1 else f"Loss by noise level, {run.name}"
+        yield line_chart(
+            title,
+            [
+                Line(level, smoothed(_level(run.steps, "loss_by_level", k)), COLOURS[k])
+                for k, level in enumerate(LEVELS)
+            ],
+        )
+    yield line_chart(
+        "Gradient norm",
+        [Line(_name(runs, r, "norm"), smoothed(_curve(r.steps, "grad_norm")), c) for r, c in _coloured(runs)],
+    )
+    yield line_chart(
+        "Learning rate", [Line(_name(runs, r, "rate"), _curve(r.steps, "learning_rate"), c) for r, c in _coloured(runs)]
+    )
+
+
+def _validation_chart(runs: Sequence[RunFolder], title: str, key: str, unit: str = "") -> Html | None:
+    lines = [Line(_name(runs, run, title), _curve(run.validations, key), colour) for run, colour in _coloured(runs)]
+    return line_chart(title, lines, unit)
+
+
+def _speed_charts(runs: Sequence[RunFolder]) -> Iterator[Html | None]:
+    for title, key in (("Tokens per second", "tokens_per_second"), ("Model-FLOP utilisation", "utilisation")):
+        lines = [Line(_name(runs, r, title), smoothed(_curve(r.steps, key)), c) for r, c in _coloured(runs)]
+        yield line_chart(title, lines)
+    lines = [Line(_name(runs, r, "peak memory"), _curve(r.steps, "peak_memory_gib"), c) for r, c in _coloured(runs)]
+    yield line_chart("Peak memory", lines, "GiB")
+    lines = [
+        Line(_name(runs, r, "padding avoided"), smoothed(_curve(r.steps, "padding_avoided")), c)
+        for r, c in _coloured(runs)
+    ]
+    yield line_chart("Padding avoided", lines, "share of a padded batch")
+
+
+def _edits(run: RunFolder) -> Html | None:
+    """Each held-out edit: a slider between control and output, and one through the steps."""
+    shown = [_edit(edit) for edit in run.edits[:MOST_EDITS]]
+    return tag("div", *shown, class_="edits") if shown else None
+
+
+def _edit(edit: EditHistory) -> Html:
+    chosen = _spread(edit.outputs, MOST_STEPS)
+    pictures = [(step, uri) for step, path in chosen if (uri := _picture(path))]
+    control, wanted = _picture(edit.control), _picture(edit.wanted)
+    before = control or (pictures[0][1] if pictures else None)
+    layers = [
+        tag("img", src=uri, class_="after", data_step=step, alt=f"output after step {step}") for step, uri in pictures
+    ]
+    frame = tag(
+        "div",
+        *layers,
+        *([tag("img", src=before, class_="before", alt="control")] if before else []),
+        tag("div", class_="handle"),
+        class_="frame",
+    )
+    cut = tag("input", type="range", min=0, max=100, value=50, class_="cut", aria_label="between control and output")
+    time = tag(
+        "input",
+        type="range",
+        min=0,
+        max=max(0, len(pictures) - 1),
+        value=max(0, len(pictures) - 1),
+        class_="time",
+        aria_label="step",
+    )
+    steps = tag("span", f"after step {pictures[-1][0]}" if pictures else "", class_="step")
+    goal = tag("figure", tag("img", src=wanted, alt="wanted"), tag("figcaption", "wanted")) if wanted else ""
+    labels = tag("div", tag("span", "control" if control else "first"), tag("span", "output"), class_="ends")
+    compare = tag("div", frame, labels, cut, tag("label", time, steps), class_="compare")
+    return tag("article", tag("p", tag("b", edit.name), " ", edit.prompt), tag("div", compare, goal, class_="pair"))
+
+
+def _data(run: RunFolder) -> Html | None:
+    """Sizes, controls and tokens of the training samples."""
+    images = [sample["images"] for sample in run.samples if isinstance(sample.get("images"), list) and sample["images"]]
+    if not images:
+        return None
+    sizes = Counter(f"{sizes[0][0]} x {sizes[0][1]}" for sizes in images)
+    controls = Counter(str(len(sizes) - 1) for sizes in images)
+    tokens = sorted(sum(width * height // 256 for width, height in sizes) for sizes in images)
+    spread = {
+        "samples": len(images),
+        "image tokens, least": tokens[0],
+        "median": int(median(tokens)),
+        "most": tokens[-1],
+    }
+    skipped = [tag("li", reason) for reason in run.coverage.skipped[:50]]
+    return tag(
+        "div",
+        facts({**spread, "coverage": run.coverage}),
+        tag("h4", "Sizes of targets"),
+        bars(sizes.most_common(16)),
+        tag("h4", "Controls per sample"),
+        bars(sorted(controls.items())),
+        *([tag("h4", "Skipped"), tag("ul", *skipped)] if skipped else []),
+        class_="data",
+    )
+
+
+def _configuration(runs: Sequence[RunFolder]) -> Html:
+    """The effective configuration; of several runs first what differs."""
+    parts: list[Html] = []
+    if len(runs) > 1:
+        flat = [dict(_flat(run.config)) for run in runs]
+        keys = list(dict.fromkeys(key for values in flat for key in values))
+        rows = [[k, *(str(v.get(k, "–")) for v in flat)] for k in keys if len({str(v.get(k)) for v in flat}) > 1]
+        parts.append(table(["", *(run.name for run in runs)], rows) if rows else tag("p", "The same."))
+    for run in runs:
+        text = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
+        parts.append(tag("details", tag("summary", run.name), tag("pre", text), open=None if len(runs) > 1 else ""))
+    return join(parts)
+
+
+def _environment(run: RunFolder) -> Html | None:
+    known = dict(_flat(run.environment))
+    return facts(known) if known else None
+
+
+def _per_run(runs: Sequence[RunFolder], make: Callable[[RunFolder], Html | None]) -> Html | None:
+    made = [(run, content) for run in runs if (content := make(run)) is not None]
+    if not made:
+        return None
+    if len(runs) == 1:
+        return made[0][1]
+    return tag("div", *(tag("div", tag("h3", run.name), content) for run, content in made), class_="beside")
+
+
+def _charts(charts: Iterator[Html | None] | Sequence[Html | None]) -> Html | None:
+    drawn = [chart for chart in charts if chart is not None]
+    return tag("div", *drawn, class_="charts") if drawn else None
+
+
+def _picture(path: Path | None) -> str | None:
+    """A small copy of a picture, as a data URI."""
+    if path is None:
+        return None
+    try:
+        with Image.open(path) as image:
+            small = image.convert("RGB")
+    except (OSError, ValueError):
+        return None
+    small.thumbnail((SIDE, SIDE))
+    buffer = io.BytesIO()
+    small.save(buffer, "WEBP", quality=88)
+    return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def _spread(items: Sequence[Any], most: int) -> list[Any]:
+    """First, last, and some in between."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(k * (len(items) - 1) / (most - 1))] for k in range(most)]
+
+
+def _coloured(runs: Sequence[RunFolder]) -> list[tuple[RunFolder, str]]:
+    return [(run, COLOURS[k % len(COLOURS)]) for k, run in enumerate(runs)]
+
+
+def _name(runs: Sequence[RunFolder], run: RunFolder, alone: str) -> str:
+    return run.name if len(runs) > 1 else alone
+
+
+def _values(lines: Sequence[dict[str, Any]], key: str) -> list[float]:
+    return [float(line[key]) for line in lines if isinstance(line.get(key), int | float)]
+
+
+def _curve(lines: Sequence[dict[str, Any]], key: str) -> list[tuple[float, float]]:
+    return [(float(line["step"]), float(line[key])) for line in lines if isinstance(line.get(key), int | float)]
+
+
+def _level(lines: Sequence[dict[str, Any]], key: str, index: int) -> list[tuple[float, float]]:
+    found = ((line["step"], line.get(key)) for line in lines)
+    return [
+        (float(step), float(levels[index]))
+        for step, levels in found
+        if isinstance(levels, list) and index < len(levels) and isinstance(levels[index], int | float)
+    ]
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested values by their dotted names."""
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _flat(item, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for number, item in enumerate(value):
+            yield from _flat(item, f"{prefix}.{number}")
+    else:
+        yield prefix, value
+
+
+def _get(value: Any, path: str) -> Any:
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _anchor(name: str) -> str:
+    return name.lower().replace(" ", "-")

@@ -1,0 +1,143 @@
+"""What a run has left in its folder, for reports: of a finished run, a running one, or one that was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qflux.errors import DataError
+from qflux.training.ledger import Coverage, coverage, read_ledger
+
+
+@dataclass(frozen=True)
+class EditHistory:
+    """A held-out edit over time."""
+
+    name: str
+    prompt: str
+    control: Path | None
+    wanted: Path | None
+    outputs: list[tuple[int, Path]]
+    """Step and picture, oldest first."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Reads what is there; what is torn or missing is left out."""
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        if not self.path.is_dir():
+            raise DataError(f"there is no run at {self.path}", "give the folder of a run: <output_dir>/<run_name>.")
+        if not (self.path / "config.yaml").is_file():
+            raise DataError(f"{self.path} is no run: it has no config.yaml", "give <output_dir>/<run_name>.")
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        try:
+            values = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise DataError(f"{self.path / 'config.yaml'} can't be read: {error}") from None
+        return values if isinstance(values, dict) else {}
+
+    @cached_property
+    def steps(self) -> list[dict[str, Any]]:
+        """Lines of `metrics.jsonl`."""
+        return [line for line in self._lines("metrics.jsonl") if isinstance(line.get("step"), int)]
+
+    @cached_property
+    def validations(self) -> list[dict[str, Any]]:
+        return [line for line in self._lines("validation.jsonl") if isinstance(line.get("step"), int)]
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        return [str(line.get("text", "")) for line in self._lines("warnings.jsonl")]
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        return self._json("environment.json")
+
+    @cached_property
+    def samples(self) -> list[dict[str, Any]]:
+        """What the ledger says about each sample."""
+        return [line for line in read_ledger(self.path / "ledger.jsonl") if line["kind"] == "sample"]
+
+    @cached_property
+    def coverage(self) -> Coverage:
+        return coverage(self.path / "ledger.jsonl")
+
+    @cached_property
+    def edits(self) -> list[EditHistory]:
+        """Held-out edits, in the order they were drawn first."""
+        outputs: dict[tuple[str, str], list[tuple[int, Path]]] = defaultdict(list)
+        given: dict[tuple[str, str], tuple[Path | None, Path | None]] = {}
+        for folder in sorted((self.path / "samples").glob("step-*")):
+            if not folder.is_dir() or not folder.name[5:].isdigit():
+                continue
+            for item in self._json(folder.relative_to(self.path) / "edits.json").get("edits", []):
+                key = str(item.get("name")), str(item.get("prompt"))
+                picture = self._picture(folder, item.get("output"))
+                if picture:
+                    outputs[key].append((int(folder.name[5:]), picture))
+                    given[key] = self._picture(folder, item.get("control")), self._picture(folder, item.get("wanted"))
+        return [EditHistory(*key, *given[key], found) for key, found in outputs.items()]
+
+    @property
+    def total_steps(self) -> int | None:
+        return self.steps[-1].get("total_steps") if self.steps else None
+
+    @property
+    def status(self) -> str:
+        """finished, running, or interrupted."""
+        done = self.steps[-1]["step"] if self.steps else 0
+        if done and done == self.total_steps:
+            return "finished"
+        return "running" if self._is_running() else "interrupted"
+
+    def _is_running(self) -> bool:
+        """Whether the process that wrote its number into the lock lives."""
+        try:
+            os.kill(int((self.path / ".lock").read_text()), 0)
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def _picture(self, folder: Path, name: Any) -> Path | None:
+        """A file that a description names; never one outside the run."""
+        if not isinstance(name, str):
+            return None
+        path = (folder / name).resolve()
+        return path if path.is_file() and path.is_relative_to(self.path.resolve()) else None
+
+    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
+        try:
+            text = (self.path / name).read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return
+        for line in text.splitlines():
+            try:
+                value = json.loads(line)
+            except ValueError:  # torn by a kill
+                continue
+            if isinstance(value, dict):
+                yield value
+
+    def _json(self, name: str | Path) -> dict[str, Any]:
+        try:
+            value = json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return value if isinstance(value, dict) else {}

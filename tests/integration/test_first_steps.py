@@ -1,0 +1,199 @@
+"""From a folder of somebody's data to a checked config: `qflux init`, `check` and `doctor`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from PIL import Image
+
+from qflux.cli import main
+from qflux.config import load_config
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+def picture(path, size, seed) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.effect_noise(size, 30 + seed).convert("RGB").save(path)
+
+
+SIZES = [(128, 96), (96, 128), (160, 160), (200, 120)]
+
+
+def two_folders(root):
+    for number, size in enumerate(SIZES):
+        picture(root / "Inputs" / f"p{number}.png", size, number)
+        picture(root / "edited_images" / f"p{number}.jpg", size, number + 50)
+        (root / "edited_images" / f"p{number}.txt").write_text(f"make it warm {number}")
+    return root
+
+
+def pairs_in_one_folder(root):
+    for number, size in enumerate(SIZES):
+        picture(root / f"p{number}_before.png", size, number)
+        picture(root / f"p{number}_after.png", size, number + 50)
+    return root
+
+
+def table(root):
+    lines = ["source_path,edited_path,instruction"]
+    for number, size in enumerate(SIZES):
+        picture(root / "img" / f"a{number}.png", size, number)
+        picture(root / "img" / f"b{number}.png", size, number + 50)
+        lines.append(f'img/a{number}.png,img/b{number}.png,"make it warm, {number}"')
+    (root / "list.csv").write_text("\n".join(lines) + "\n")
+    return root
+
+
+def json_lines(root):
+    table(root)
+    rows = [
+        {"before": f"img/a{n}.png", "after": f"img/b{n}.png", "caption": f"make it warm {n}"} for n in range(len(SIZES))
+    ]
+    (root / "list.csv").unlink()
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root / "rows.jsonl"
+
+
+def parquet(root):
+    datasets = pytest.importorskip("datasets")
+    table(root / "raw")
+    rows = {
+        "source_image": [str(root / "raw" / "img" / f"a{n}.png") for n in range(4)],
+        "output_image": [str(root / "raw" / "img" / f"b{n}.png") for n in range(4)],
+        "text": ["make it warm"] * 4,
+    }
+    made = datasets.Dataset.from_dict(rows).cast_column("source_image", datasets.Image())
+    made.cast_column("output_image", datasets.Image()).to_parquet(str(root / "data" / "train.parquet"))
+    return root / "data"
+
+
+def own_layout(root, data_set):
+    shutil.copytree(data_set, root, dirs_exist_ok=True)
+    return root
+
+
+ORGANISATIONS = {f.__name__: f for f in (two_folders, pairs_in_one_folder, table, json_lines, parquet)}
+
+
+@pytest.mark.parametrize("organisation", [*ORGANISATIONS, "own_layout"])
+def test_init_writes_a_config_that_check_accepts(organisation, tmp_path, data_set, checkpoint, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    root = tmp_path / "data set"
+    root.mkdir()
+    data = own_layout(root, data_set) if organisation == "own_layout" else ORGANISATIONS[organisation](root)
+    given = ["--prompt", "make it warm"] if organisation == "pairs_in_one_folder" else []
+    assert run("init", str(data), "--model", str(checkpoint), "--output", "mine.yaml", *given) == 0, capsys.readouterr()
+    said = capsys.readouterr().out
+    assert "qflux check mine.yaml" in said
+    config = load_config(tmp_path / "mine.yaml")
+    assert config.run_name == "mine"
+    assert run("check", "mine.yaml", "--json", "--set", "model.dtype=float32") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"]
+    states = {item["what"]: item["state"] for item in found["checks"]}
+    assert states["model"] == states["plan"] == states["optimizer"] == "ok"
+    assert states["cache"] == "warning"
+    assert run("init", str(data), "--output", "mine.yaml") == 2, "an existing config is not replaced"
+
+
+def test_what_init_writes_trains(tmp_path, checkpoint, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    two_folders(tmp_path / "data")
+    assert run("init", "data", "--model", str(checkpoint)) == 0
+    shared = ["--config", "qflux.yaml", "--set", "model.dtype=float32", "--set", "train.compile=false"]
+    shared += ["--set", "train.max_train_steps=2", "--set", "train.lr_warmup_steps=1"]
+    assert run("cache", *shared) == 0
+    assert run("fit", *shared) == 0
+    assert (tmp_path / "runs/qflux/report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda root: root / "nowhere", "there is nothing at"),
+        (lambda root: root, "no data of a known organisation"),
+        (lambda root: two_folders(root) and [f.unlink() for f in root.rglob("*.txt")] and root, "has no prompt"),
+        (lambda root: (root / "t.csv").write_text("a,b\n1,2\n") and root, "no column looks like the wanted image"),
+        (
+            lambda root: [(root / n).write_text("target,prompt\n") for n in ("a.csv", "b.csv")] and root,
+            "several tables",
+        ),
+        (lambda root: (root / "x.txt").write_text("x") and root / "x.txt", "neither a folder nor"),
+    ],
+)
+def test_init_says_what_it_does_not_understand(make, message, tmp_path, capsys):
+    root = tmp_path / "d"
+    root.mkdir()
+    assert run("init", str(make(root)), "--output", str(tmp_path / "c.yaml")) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "→" in said
+    assert not (tmp_path / "c.yaml").exists()
+
+
+def test_check_names_everything_that_is_wrong_at_once(tmp_path, data_set, checkpoint, capsys):
+    broken = tmp_path / "data"
+    shutil.copytree(data_set, broken)
+    next(iter((broken / "training_images").glob("*.png"))).write_bytes(b"no image")
+    config = tmp_path / "c.yaml"
+    config.write_text(f"model: {{pretrained: {checkpoint}, dtype: float32}}\ndata: {{path: {broken}}}\n")
+    changes = ["optimizer.class_path=torch.optim.Adamm", "lora.target_modules=[to_x]"]
+    assert run("check", str(config), *(part for change in changes for part in ("--set", change))) == 2
+    said = " ".join("".join(capsys.readouterr()).split())
+    for expected in ("can't be read as an image", "Adamm", "to_x", "3 things are wrong"):
+        assert expected in said
+    assert run("check", str(config), "--set", f"model.pretrained={tmp_path / 'nowhere'}", "--json") == 2
+    found = json.loads(capsys.readouterr().out)
+    assert {item["what"] for item in found["checks"] if item["state"] == "error"} == {"data", "model"}
+
+
+def test_doctor_knows_the_machine_and_keeps_the_token_to_itself(capsys, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert run("doctor", "--json") == 0
+    text = capsys.readouterr().out
+    found = json.loads(text)
+    assert found["packages"]["torch"]
+    assert found["hub_token"] is True
+    assert "hf_secret" not in text
+    assert run("doctor") == 0
+    assert "hf_secret" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fitt"], "Did you mean 'fit'"),
+        (["fit"], "Missing option '--config'"),
+        (["fit", "--config", "nowhere.yaml"], "no config file at nowhere.yaml"),
+        (["check", "nowhere.yaml"], "no config file at nowhere.yaml"),
+        (["init", "nowhere"], "there is nothing at nowhere"),
+        (["init", ".", "--family", "sdxl"], "--family sdxl is not known"),
+        (["report", "nowhere"], "there is no run at nowhere"),
+        (["doctor", "--jason"], "No such option"),
+        (["--quiet", "--verbose", "doctor"], "exclude each other"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_command_file_or_option_gives_one_readable_message(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    "command", ["", "demo", "init", "check", "inspect", "cache", "fit", "predict", "export", "report", "doctor"]
+)
+def test_help_reads_well_and_gives_an_example(command, capsys):
+    assert run(*command.split(), "--help") == 0
+    text = capsys.readouterr().out
+    assert f"qflux {command}".strip() in text.replace("Usage: qflux", "", 1)

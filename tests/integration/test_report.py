@@ -1,0 +1,201 @@
+"""The report of a run, as a browser shows it: whatever state the run is in, and whatever its data hold."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from qflux.cli import main
+from qflux.errors import DataError
+from qflux.report.charts import ticks
+from qflux.report.page import write_report
+from qflux.report.run_folder import RunFolder
+from qflux.training.metrics import StepReport
+from qflux.training.trainer import Trainer
+
+BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+HOSTILE = '<script>document.title="broken"</script><img src="http://example.org/x.png" onerror="alert(1)"> "&\''
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, checkpoint, data_set, cache):
+    """Two finished runs, and one that was killed in the middle; their prompts try to break out of the page."""
+    from conftest import make_config
+
+    folder = tmp_path_factory.mktemp("report")
+    data = folder / "data"
+    shutil.copytree(data_set, data)
+    for text in (data / "training_images").glob("*.txt"):
+        text.write_text(HOSTILE)
+    made = {}
+    for name, rate in (("first", 0.003), ("second", 0.01), ("killed", 0.003)):
+        config = make_config(
+            checkpoint,
+            data,
+            cache,
+            folder,
+            f"run_name={name}",
+            f"optimizer.init_args={{lr: {rate}}}",
+            "train.max_train_steps=9",
+            "train.checkpoint_every=3",
+            "data.held_out={count: 3}",
+            "validation.images=3",
+            "validation.num_inference_steps=2",
+            "model.max_sequence_length=128",
+        )
+        trainer = Trainer(config)
+        trainer.cache()
+
+        def stop(report: StepReport, name=name) -> None:
+            if name == "killed" and report.step == 7:
+                raise MemoryError("as if killed")
+
+        try:
+            trainer.fit(stop)
+        except MemoryError:
+            with (config.run_dir / "metrics.jsonl").open("a") as file:
+                file.write('{"step": 8, "loss": 0.')  # torn
+            (config.run_dir / ".lock").write_text("999999999")  # a process that is gone
+            (config.run_dir / "report.html").unlink()
+        made[name] = config.run_dir
+    return made
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if not BROWSER or not DRIVER:
+        pytest.skip("needs chromium and chromedriver")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for argument in (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--disable-quic",
+        "--window-size=1200,1400",
+    ):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+def opened(browser, file: Path) -> None:
+    """Open a page; nothing may be said on the console, and nothing requested but the file itself."""
+    browser.get_log("browser"), browser.get_log("performance")
+    browser.get(file.resolve().as_uri())
+    assert browser.get_log("browser") == []
+    sent = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    urls = [m["params"]["request"]["url"] for m in sent if m["method"] == "Network.requestWillBeSent"]
+    assert [url for url in urls if not url.startswith("data:")] == [file.resolve().as_uri()]
+
+
+def sections(browser) -> list[str]:
+    return [heading.text for heading in browser.find_elements("css selector", "section h2")]
+
+
+def test_a_finished_run_has_a_report_that_renders_and_whose_sliders_move(runs, browser):
+    opened(browser, runs["first"] / "report.html")
+    assert sections(browser)[:2] == ["Summary", "Loss"]
+    assert {"Held-out edits", "Speed and memory", "Data", "Configuration", "Environment"} <= set(sections(browser))
+    assert "finished" in browser.find_element("id", "summary").text
+    assert len(browser.find_elements("css selector", "polyline")) >= 6
+    compares = browser.find_elements("css selector", ".compare")
+    assert len(compares) == 3
+    frame, cut = (compares[0].find_element("css selector", name) for name in (".frame", ".cut"))
+    before = compares[0].find_element("css selector", ".before")
+    was = before.value_of_css_property("clip-path")
+    browser.execute_script("arguments[0].value = 10; arguments[0].dispatchEvent(new Event('input'))", cut)
+    assert frame.get_attribute("style") == "--cut: 10%;"
+    assert before.value_of_css_property("clip-path") != was
+    time = compares[0].find_element("css selector", ".time")
+    assert time.get_attribute("max") == "3"
+    browser.execute_script("arguments[0].value = 0; arguments[0].dispatchEvent(new Event('input'))", time)
+    assert compares[0].find_element("css selector", ".step").text == "after step 0"
+    shown = [layer for layer in compares[0].find_elements("css selector", ".after") if layer.is_displayed()]
+    assert [layer.get_attribute("data-step") for layer in shown] == ["0"]
+    assert all(
+        browser.execute_script("return arguments[0].naturalWidth", image) > 0
+        for image in browser.find_elements("css selector", "img")
+    )
+
+
+def test_prompts_with_markup_and_scripts_appear_as_text(runs, browser):
+    opened(browser, runs["first"] / "report.html")
+    assert browser.title == "first – qflux"
+    assert HOSTILE in browser.find_element("css selector", ".edits article p").text
+    assert len(browser.find_elements("css selector", "script")) == 1
+    assert not browser.find_elements("css selector", "img[onerror]")
+
+
+def test_a_killed_run_has_a_report_too(runs, browser):
+    output = write_report([runs["killed"]], runs["killed"] / "report.html")
+    opened(browser, output)
+    text = browser.find_element("id", "summary").text
+    assert "interrupted" in text
+    assert "of 9" in text
+    assert browser.find_elements("css selector", ".compare")
+
+
+def test_two_runs_are_compared_side_by_side(runs, browser, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(runs["first"]), str(runs["second"]), "--output", str(tmp_path / "both.html")])
+    assert not ended.value.code
+    opened(browser, tmp_path / "both.html")
+    assert browser.title == "first and second – qflux"
+    differences = browser.find_element("css selector", "#configuration table").text
+    assert "optimizer.init_args.lr 0.003 0.01" in differences
+    assert len(browser.find_elements("css selector", "#held-out-edits .beside h3")) == 2
+
+
+def test_a_running_run_is_said_to_run(runs, tmp_path, browser):
+    import os
+
+    copy = tmp_path / "running"
+    shutil.copytree(runs["killed"], copy)
+    (copy / ".lock").write_text(str(os.getpid()))
+    assert RunFolder(copy).status == "running"
+    opened(browser, write_report([copy], tmp_path / "r.html"))
+
+
+def test_a_folder_with_next_to_nothing_still_has_a_report(tmp_path, browser):
+    (tmp_path / "config.yaml").write_text("family: flux-kontext\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": "nan"}\nnonsense\n[1]\n')
+    (tmp_path / "samples" / "step-00000000").mkdir(parents=True)
+    (tmp_path / "samples" / "step-00000000" / "edits.json").write_text(
+        json.dumps({"edits": [{"name": "x", "prompt": "y", "output": "../../../../etc/passwd"}]})
+    )
+    Image.new("RGB", (8, 8)).save(tmp_path.parent / "outside.png")
+    opened(browser, write_report([tmp_path], tmp_path / "report.html"))
+    assert RunFolder(tmp_path).edits == []
+
+
+def test_what_is_no_run_is_said_to_be_none(tmp_path, capsys):
+    for path in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(DataError, match="no run"):
+            RunFolder(path)
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "config.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0), (3, 3), (-2, 5), (0, 1e-9), (0, 87_654_321), (0.1, 0.1)])
+def test_ticks_are_few_round_and_cover_the_range(low, high):
+    found = ticks(low, high)
+    assert 2 <= len(found) <= 8
+    assert found[0] <= low
+    assert found[-1] >= high
+    assert found == sorted(set(found))
