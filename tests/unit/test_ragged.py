@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from qflux.ragged.attention import masked_attention, ragged_attention
 from qflux.ragged.interleave import Interleave
 from qflux.ragged.layout import PackedLayout, PaddedLayout, padding_ratio
+from qflux.ragged.modulation import take
 from qflux.ragged.patches import mask_to_tokens, pack, unpack
 from qflux.ragged.rope import image_ids, rotary_from, rotate
 
@@ -123,3 +124,15 @@ def test_a_tokens_mask_is_the_maximum_of_its_cells_means():
     mask[0, 0:8, 0:4] = 1  # half of one cell of token 0
     mask[0, 16:32, 32:48] = 1  # all of the last token
     assert mask_to_tokens(mask).tolist() == [[0.5, 0, 0, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 40])
+def test_the_gradient_of_a_row_of_conditioning_is_the_sum_over_its_tokens(rows):
+    generator = torch.Generator().manual_seed(rows)
+    table = torch.randn(rows, 24, generator=generator, dtype=torch.float64, requires_grad=True)
+    row = torch.randint(0, rows, (100,), generator=generator)
+    seen = torch.randn(100, 24, generator=generator, dtype=torch.float64)
+    assert torch.equal(take(table, row), table[row])
+    (found,) = torch.autograd.grad((take(table, row) * seen).sum(), table)
+    (expected,) = torch.autograd.grad((table.index_select(0, row) * seen).sum(), table)
+    assert torch.allclose(found, expected, atol=1e-12)

@@ -6,6 +6,7 @@ Shapes: T tokens, R rows of conditioning (one per sample, or more where tokens o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +21,39 @@ def norm_modulate(norm: nn.LayerNorm, tokens: Tensor, scale: Tensor, shift: Tens
     """`norm(tokens) * (1 + scale) + shift` of `(T, C)`, with scale and shift `(R, C)` of each token's own row."""
     if fused.ready(tokens):
         return fused.norm_modulate(tokens, norm.eps, scale, shift, row)
-    return torch.addcmul(shift.index_select(0, row), norm(tokens), (1 + scale).index_select(0, row))
+    return torch.addcmul(take(shift, row), norm(tokens), take(1 + scale, row))
 
 
 def add_gated(tokens: Tensor, gate: Tensor, update: Tensor, row: Tensor) -> Tensor:
     """`tokens + gate * update` of `(T, C)`, with the gate `(R, C)` of each token's own row."""
     if fused.ready(tokens):
         return fused.add_gated(tokens, gate, update, row)
-    return torch.addcmul(tokens, gate.index_select(0, row), update)
+    return torch.addcmul(tokens, take(gate, row), update)
+
+
+def take(table: Tensor, row: Tensor) -> Tensor:
+    """Rows `(T, C)` of a table `(R, C)`: each token's own."""
+    return _Take.apply(table, row)
+
+
+class _Take(torch.autograd.Function):
+    """The gradient of a row is the sum over its tokens, as a matrix product.
+
+    `index_select` would add them up one by one: tens of thousands of tokens queue for a handful of rows, in an order
+    that varies on a GPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, row: Tensor) -> Tensor:
+        ctx.save_for_backward(row)
+        ctx.rows = len(table)
+        return table.index_select(0, row)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (row,) = ctx.saved_tensors
+        belongs = grad.new_zeros(ctx.rows, len(row)).scatter_(0, row[None], 1.0)
+        return belongs @ grad, None
 
 
 @dataclass
