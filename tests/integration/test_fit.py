@@ -300,7 +300,7 @@ def test_validation_draws_edits_of_different_sizes_as_one_batch_and_measures_the
     Trainer(settings).fit()
     for step in (0, 2):
         grid = settings.run_dir / "samples" / f"step-{step:08d}.png"
-        outputs = sorted((settings.run_dir / "samples" / f"step-{step:08d}").iterdir())
+        outputs = sorted((settings.run_dir / "samples" / f"step-{step:08d}").glob("*.png"))
         assert grid.is_file()
         assert len(outputs) == 3
         assert len({Image.open(file).size for file in outputs}) > 1

@@ -258,7 +258,7 @@ def encode_example(opened: OpenedExample, encoder: Encoder) -> EncodedExample:
     """The same as the cache holds, made now."""
     return EncodedExample(
         id=opened.sample.id,
-        text=encode_prompts([opened.sample], [opened.prompt], encoder)[0],
+        text=encode_prompt(opened.sample, opened.prompt, encoder),
         latents=tuple(encoder.encode_images([pixels])[0] for pixels in opened.images),
         img_shapes=opened.sample.img_shapes[: len(opened.images)],
         mask=opened.mask,
@@ -286,13 +286,9 @@ def open_mask(sample: PlannedSample) -> Tensor | None:
     return mask_to_tokens(torch.from_numpy(np.array(grey, dtype=np.float32))[None] / 255)[0]
 
 
-def encode_prompts(
-    samples: Sequence[PlannedSample], prompts: Sequence[Prompt], encoder: Encoder
-) -> list[TextEmbedding]:
-    """The prompts of some samples; an error names the sample."""
+def encode_prompt(sample: PlannedSample, prompt: Prompt, encoder: Encoder) -> TextEmbedding:
+    """The prompt of a sample; an error names the sample."""
     try:
-        return encoder.encode_text(prompts)
+        return encoder.encode_text([prompt])[0]
     except DataError as error:
-        if len(prompts) == 1:
-            raise DataError(f"{samples[0].example.name}: {error.problem}", error.remedy) from None
-        raise
+        raise DataError(f"{sample.example.name}: {error.problem}", error.remedy) from None

@@ -29,7 +29,7 @@ from qflux.data.loader import read_ahead
 from qflux.errors import CacheError, DataError
 from qflux.models.family import Encoder
 from qflux.ragged.layout import image_tokens
-from qflux.training.encode import PlannedSample, encode_prompts, open_image, open_mask, open_prompt
+from qflux.training.encode import PlannedSample, open_image, open_mask, open_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +248,7 @@ class CacheFiller:
             yield from ((entry, {"latents": item}) for entry, item in zip(entries, latents, strict=True))
         else:
             try:
-                texts = encode_prompts([entry.samples[0] for entry in entries], contents, encoder)
+                texts = encoder.encode_text(contents)
             except DataError as error:
                 if len(good) == 1:
                     yield entries[0], error
@@ -268,10 +268,13 @@ class CacheFiller:
     def _finish(self, samples: Sequence[PlannedSample], staging: Path) -> None:
         """Manifests of whole samples, reasons for the others."""
         for sample in samples:
-            errors = [self._failed[key] for _, key in sample.keys.entries if key in self._failed]
-            if errors:
-                self._store.fail(sample.keys, errors[0].problem, self._circumstances, staging)
-                self._report.failed.append(str(errors[0]))
+            failed = [(kind, self._failed[key]) for kind, key in sample.keys.entries if key in self._failed]
+            if failed:
+                kind, error = failed[0]
+                # Samples may share a prompt, which does not know whose it is; an image's error has its path.
+                name = f"{sample.example.name}: " if kind == "text" else ""
+                self._store.fail(sample.keys, f"{name}{error.problem}", self._circumstances, staging)
+                self._report.failed.append(f"{name}{error}")
                 continue
             try:
                 if self._store.manifest(sample.keys) is None:
