@@ -26,10 +26,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from qflux.data.images import to_image
-from qflux.demo.base import CLIP_LENGTH, TEXT_TOKENS, untrained
+from qflux.demo.base import TEXT_TOKENS, untrained
 from qflux.demo.instructions import SIZES, Instruction, draw_instruction
 from qflux.demo.scenes import COLOURS, Scene, dimmed, draw_scene, render, render_night
 from qflux.models import get_family
+from qflux.models.flux_kontext.tiny import CLIP_LENGTH
 from qflux.models.loading import save_checkpoint
 from qflux.ragged.layout import ImageShape, PackedLayout
 from qflux.ragged.patches import pack, token_shape, unpack
