@@ -116,6 +116,106 @@ def test_what_init_writes_trains(tmp_path, checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("header", "target", "control"),
+    [
+        ("image,edited_image,prompt", "edited_image", "image"),
+        ("image,target,prompt", "target", "image"),
+        ("image_path,conditioning_image,text", "image_path", "conditioning_image"),
+        ("original_prompt,original_image,edit_prompt,edited_prompt,edited_image", "edited_image", "original_image"),
+        ("beforeImage,afterImage,prompt", "afterImage", "beforeImage"),
+    ],
+)
+def test_init_finds_out_which_column_is_which_and_says_so(header, target, control, tmp_path, checkpoint, capsys):
+    names = header.split(",")
+    picture(tmp_path / "d" / "t.png", (96, 96), 1)
+    picture(tmp_path / "d" / "c.png", (96, 96), 2)
+    cells = ["t.png" if name == target else "c.png" if name == control else "words" for name in names]
+    (tmp_path / "d" / "t.csv").write_text("\n".join([header, *[",".join(cells)] * 3]) + "\n")
+    assert run("init", str(tmp_path / "d"), "--model", str(checkpoint), "--output", str(tmp_path / "m.yaml")) == 0
+    said = capsys.readouterr().out
+    assert f"target is '{target}'" in said
+    assert f"control is '{control}'" in said
+    columns = load_config(tmp_path / "m.yaml").data.sources[0].columns
+    assert (columns.target, columns.control) == (target, control)
+
+
+def test_nothing_in_a_folder_of_pairs_is_lost_without_a_word(tmp_path, checkpoint, capsys):
+    root = two_folders(tmp_path / "d")
+    picture(root / "Inputs" / "lonely.png", (64, 64), 1)
+    picture(root / "Inputs" / "p0_control_1.png", (64, 64), 2)
+    picture(root / "masks" / "p1.png", SIZES[1], 3)
+    picture(root / "Inputs" / "p2.webp", SIZES[2], 4)
+    (root / "edited_images" / "p3.jpg").write_bytes(b"nothing")
+    output = tmp_path / "m.yaml"
+    assert run("init", str(root), "--model", str(checkpoint), "--output", str(output)) == 0
+    said = capsys.readouterr().out
+    for expected in ("lonely", "p2.webp is left aside", "can't be used", "1 or 2 control images"):
+        assert expected in said
+    config = load_config(output)
+    assert config.data.on_bad_sample == "skip"
+    assert config.loss.use_mask_loss
+    assert run("check", str(output), "--set", "model.dtype=float32") == 0, "a sample that is skipped is no error"
+    assert "are skipped" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("name", ["123.yaml", "2024-01-01.yaml", "yes.yaml", "null.yaml", "m².yaml", "my conf.yaml"])
+def test_any_name_of_a_config_will_do(name, tmp_path, checkpoint):
+    root = two_folders(tmp_path / "da\nta x: y")
+    assert run("init", str(root), "--model", str(checkpoint), "--output", str(tmp_path / name)) == 0
+    load_config(tmp_path / name)
+
+
+def test_a_failed_init_leaves_nothing_and_force_replaces_only_its_own(tmp_path, checkpoint, capsys):
+    root = two_folders(tmp_path / "d")
+    for file in (root / "edited_images").glob("*.jpg"):
+        file.write_bytes(b"nothing")
+    (tmp_path / "m.jsonl").write_text("precious")
+    before = sorted(tmp_path.iterdir())
+    assert run("init", str(root), "--output", str(tmp_path / "m.yaml")) == 2
+    assert sorted(tmp_path.iterdir()) == before
+    two_folders(root)
+    for _ in range(2):
+        assert run("init", str(root), "--output", str(tmp_path / "m.yaml"), "--force") == 0
+    assert (tmp_path / "m.jsonl").read_text() == "precious"
+    assert run("init", str(root), "--output", str(tmp_path / "x.jsonl")) == 2
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda m: shutil.rmtree(m / "vae"), "has no folder vae/"),
+        (lambda m: [f.unlink() for f in (m / "transformer").glob("*.safetensors")], "holds no .safetensors"),
+        (lambda m: shutil.rmtree(m / "tokenizer_2"), "tokenizer_2"),
+        (lambda m: (m / "transformer/config.json").write_text('{"_class_name": "UNet2DConditionModel"}'), "UNet2D"),
+    ],
+)
+def test_check_knows_a_checkpoint_that_can_not_work(damage, message, tmp_path, checkpoint, data_set, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    damage(model)
+    config = tmp_path / "c.yaml"
+    config.write_text(f"model: {{pretrained: {model}, dtype: float32}}\ndata: {{path: {data_set}}}\n")
+    assert run("check", str(config), "--json") == 2
+    found = json.loads(capsys.readouterr().out)
+    assert any(item["state"] == "error" and message in item["detail"] for item in found["checks"])
+
+
+def test_check_looks_on_when_the_device_is_wrong_and_at_places_that_can_not_be_written(
+    tmp_path, checkpoint, data_set, capsys
+):
+    config = tmp_path / "c.yaml"
+    config.write_text(f"model: {{pretrained: {checkpoint}, dtype: float32}}\ndata: {{path: {data_set}}}\n")
+    (tmp_path / "file").write_text("")
+    changes = ["model.device=cuda:77", f"output_dir={tmp_path / 'file'}"]
+    assert run("check", str(config), "--json", *(part for change in changes for part in ("--set", change))) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert {item["what"] for item in found["checks"] if item["state"] == "error"} == {"device", "disk", "cache"}
+    for bad in ("data.path=~nobody9/x", "train.max_train_steps=2020-13-45", "seed=" + "[" * 5000):
+        assert run("check", str(config), "--set", bad, "--json") == 2
+        assert json.loads(capsys.readouterr().out)["ok"] is False
+
+
+@pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda root: root / "nowhere", "there is nothing at"),

@@ -14,6 +14,7 @@ from qflux.errors import DataError
 from qflux.report.charts import ticks
 from qflux.report.page import write_report
 from qflux.report.run_folder import RunFolder
+from qflux.training.interrupt import exclusive
 from qflux.training.metrics import StepReport
 from qflux.training.trainer import Trainer
 
@@ -59,7 +60,6 @@ def runs(tmp_path_factory, checkpoint, data_set, cache):
         except MemoryError:
             with (config.run_dir / "metrics.jsonl").open("a") as file:
                 file.write('{"step": 8, "loss": 0.')  # torn
-            (config.run_dir / ".lock").write_text("999999999")  # a process that is gone
             (config.run_dir / "report.html").unlink()
         made[name] = config.run_dir
     return made
@@ -161,13 +161,12 @@ def test_two_runs_are_compared_side_by_side(runs, browser, tmp_path):
 
 
 def test_a_running_run_is_said_to_run(runs, tmp_path, browser):
-    import os
-
     copy = tmp_path / "running"
     shutil.copytree(runs["killed"], copy)
-    (copy / ".lock").write_text(str(os.getpid()))
-    assert RunFolder(copy).status == "running"
-    opened(browser, write_report([copy], tmp_path / "r.html"))
+    with exclusive(copy):
+        assert RunFolder(copy).status == "running"
+        opened(browser, write_report([copy], tmp_path / "r.html"))
+    assert RunFolder(copy).status == "interrupted", "the lock's file stays, with the number of a process that lives"
 
 
 def test_a_folder_with_next_to_nothing_still_has_a_report(tmp_path, browser):
@@ -180,6 +179,46 @@ def test_a_folder_with_next_to_nothing_still_has_a_report(tmp_path, browser):
     Image.new("RGB", (8, 8)).save(tmp_path.parent / "outside.png")
     opened(browser, write_report([tmp_path], tmp_path / "report.html"))
     assert RunFolder(tmp_path).edits == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("metrics.jsonl", '{"step": 1, "total_steps": 2, "loss": "nan", "tokens": "inf", "padding_avoided": null}'),
+        ("metrics.jsonl", '{"step": 1, "loss": 1e308}\n{"step": 2, "loss": -1e308}\n{"step": 3, "loss": 5e-324}'),
+        ("metrics.jsonl", '{"step": 1, "loss": ' + "9" * 400 + "}"),
+        ("ledger.jsonl", '{"kind": "sample", "images": [5]}\n{"kind": "skipped"}\n' + "[" * 20_000),
+        ("ledger.jsonl", '{"kind": "step", "step": 1, "epoch": 0, "samples": [{}]}'),
+        ("warnings.jsonl", '{"text": "file \\udcff.png <b>"}'),
+        ("samples/step-00000001/edits.json", '{"edits": [5, {"name": "a\\ud800"}]}'),
+        ("config.yaml", "["),
+        (".lock", "9" * 30),
+        ("validation.jsonl", '{"step": 0, "held_out_loss": 1.5}\n{"step": 5, "held_out_loss": "nan"}'),
+    ],
+    ids=lambda value: value[:30],
+)
+def test_damage_costs_no_report(tmp_path, file, text):
+    (tmp_path / "config.yaml").write_text("family: flux-kontext\n")
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(text)
+    page = write_report([tmp_path], tmp_path / "report.html").read_text()
+    assert "Summary" in page
+    if file == "validation.jsonl":
+        assert "1.5000 → no number" in page
+    if file == "warnings.jsonl":
+        assert "&lt;b&gt;" in page
+
+
+def test_runs_of_the_same_name_are_told_apart_and_spikes_are_drawn(tmp_path):
+    for parent in ("a", "b"):
+        folder = tmp_path / parent / "run"
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text("family: flux-kontext\n")
+        lines = [{"step": n, "loss": 100.0 if n == 500 else 1.0} for n in range(1, 1001)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = write_report([tmp_path / "a/run", tmp_path / "b/run"], tmp_path / "r.html").read_text()
+    assert str(tmp_path / "a/run") in page
+    assert ">100</text>" in page
 
 
 def test_what_is_no_run_is_said_to_be_none(tmp_path, capsys):

@@ -247,9 +247,9 @@ def _set_up_logging() -> None:
         os.environ.setdefault(name, "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore", module="PIL")  # what it warns of, `inspect` finds
+    for name, level in (("", logging.WARNING if is_first_process() else logging.ERROR), ("qflux", logging.NOTSET)):
+        logging.getLogger(name).setLevel(level)  # another call may have been told --quiet or --verbose
     handler = RichHandler(console=errors, show_time=False, show_path=False)
-    logging.basicConfig(
-        level=logging.WARNING if is_first_process() else logging.ERROR, format="%(message)s", handlers=[handler]
-    )
+    logging.basicConfig(format="%(message)s", handlers=[handler])
     for name in ("torchao", "torch.utils._pytree", "diffusers"):  # what they say on import is for their developers
         logging.getLogger(name).setLevel(logging.ERROR)

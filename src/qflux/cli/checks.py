@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qflux.cli.terminal import Overrides, amount, console, progress_bar, say, stages, trainer_of
-from qflux.errors import QfluxError
+from qflux.errors import ConfigError, QfluxError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 _MARKS = {
@@ -36,11 +35,25 @@ def check(
 
     qflux check recipes/flux-kontext.yaml --set data.path=my_data
     """
+    from qflux.training.check import Check  # noqa: PLC0415
     from qflux.training.check import check as look  # noqa: PLC0415
 
-    trainer = trainer_of(config, set_)
-    with progress_bar() as bar:
-        found = list(look(trainer, stages(bar)))
+    found: list[Check] = []
+    try:
+        try:
+            trainer = trainer_of(config, set_)
+        except ConfigError as error:
+            if not error.problem.startswith("model.device"):
+                raise
+            found.append(Check("device", "error", error.problem, error.remedy))
+            trainer = trainer_of(config, [*(set_ or []), "model.device=cpu"])  # everything else can be looked at
+        with progress_bar() as bar:
+            found += look(trainer, stages(bar))
+    except QfluxError as error:
+        if json_:
+            found.append(Check("configuration", "error", error.problem, error.remedy))
+            say(json.dumps({"ok": False, "checks": [asdict(item) for item in found]}, indent=2))
+        raise
     wrong = [item for item in found if item.state == "error"]
     if json_:
         say(json.dumps({"ok": not wrong, "checks": [asdict(item) for item in found]}, indent=2))
@@ -52,7 +65,8 @@ def check(
             table.add_row(Text(mark, style=style), item.what, Text(text, overflow="fold"))
         console.print(table)
     if wrong:
-        raise QfluxError(f"{len(wrong)} things are wrong with {config}", "mend them, and check again.")
+        many = "one thing is" if len(wrong) == 1 else f"{len(wrong)} things are"
+        raise QfluxError(f"{many} wrong with {config}", "mend that, and check again.")
 
 
 def doctor(json_: AsJson = False) -> None:
@@ -61,14 +75,17 @@ def doctor(json_: AsJson = False) -> None:
     qflux doctor
     qflux doctor --json > machine.json
     """
+    from huggingface_hub import get_token  # noqa: PLC0415
+    from huggingface_hub.constants import HF_HUB_OFFLINE  # noqa: PLC0415
+
     from qflux.report.environment import OPTIONAL, attention_backends, environment, version  # noqa: PLC0415
 
     found: dict[str, Any] = environment()
     found["attention"] = attention_backends()
     found["optional"] = {name: version(name) for name in OPTIONAL}
     found["free_disk_bytes"] = shutil.disk_usage(Path.cwd()).free
-    found["hub_token"] = bool(os.environ.get("HF_TOKEN"))
-    found["offline"] = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
+    found["hub_token"] = get_token() is not None
+    found["offline"] = HF_HUB_OFFLINE
     if json_:
         say(json.dumps(found, indent=2))
         return
@@ -81,7 +98,8 @@ def doctor(json_: AsJson = False) -> None:
     table.add_row("devices", "\n".join(gpus) or f"no GPU ({cuda}); {found['cpu_threads']} CPU threads")
     table.add_row("attention", ", ".join(name for name, there in found["attention"].items() if there))
     table.add_row("free disk here", amount(found["free_disk_bytes"]))
-    table.add_row("HF_TOKEN", "set" if found["hub_token"] else "not set; gated models (FLUX) need one")
+    login = "there is one" if found["hub_token"] else "none; gated models (FLUX) need HF_TOKEN or `hf auth login`"
+    table.add_row("hub token", login)
     if found["offline"]:
         table.add_row("HF_HUB_OFFLINE", "set: nothing is downloaded")
     missing = [name for name, number in found["optional"].items() if number is None]

@@ -6,6 +6,9 @@ import json
 import logging
 import math
 import re
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,33 +41,40 @@ def init(
     qflux init my_data
     qflux init my_data/pairs.csv --family qwen-image-edit --output edits.yaml
     """
-    from qflux.data.discover import discover  # noqa: PLC0415
+    from qflux.data.discover import TABLE, discover  # noqa: PLC0415
     from qflux.data.store import write_bytes  # noqa: PLC0415
 
     if family not in MODELS:
         raise ConfigError(f"--family {family} is not known", f"use one of {', '.join(MODELS)}.")
     output, data = expanded(output), expanded(data)
-    if output.exists() and not force:
-        raise ConfigError(f"{output} is there already", "choose another --output, or --force.")
+    if output.suffix.lower() not in (".yaml", ".yml") or not output.name.isprintable():
+        raise ConfigError(f"--output {str(output)!r} is no name of a config", "give one that ends in .yaml.")
+    table = output.with_name(f"{output.stem}{TABLE}")
     found = discover(data, prompt)
+    written = [output, *([table] if found.rows else [])]
+    for file in written:
+        if file.is_dir() or (file.exists() and not force):
+            raise ConfigError(f"{file} is there already", "choose another --output, or --force.")
+    rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found.rows).encode()
     source = dict(found.source)
-    table = output.with_suffix(".jsonl")
     if found.rows:
-        if table.exists() and not force:
-            raise ConfigError(f"{table} is there already", "choose another --output, or --force.")
-        write_bytes(table, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found.rows).encode())
         source |= {"path": str(table), "root": str(data)}
-        say(f"{len(found.rows)} pairs: {table}")
-    seen = _look(family, source)
-    name = re.sub(r"[^\w.-]+", "-", output.stem).lstrip(".-") or "run"
+    seen = _look(family, source, rows)
+    if found.rows:
+        write_bytes(table, rows)
+    name = re.sub(r"[^a-zA-Z0-9_.-]+", "-", output.stem).lstrip(".-") or "run"
     text = _config(family, model or MODELS[family], name if name != "cache" else "run", source, seen, output)
     write_bytes(output, text.encode())
-    say(f"{found.kind}: {seen['samples']} samples, {seen['sizes']}")
-    say(f"{output}\n→ qflux check {output}")
+    say(f"{found.kind}: {seen['samples']} samples, {seen['sizes']}, {seen['controls']} control images each")
+    for line in [*found.notes, *(f"can't be used: {fault}" for fault in seen["faults"][:10])]:
+        say(line)
+    for file in written:
+        say(str(file))
+    say(f"→ qflux check {shlex.quote(str(output))}")
 
 
-def _look(family: str, source: dict[str, Any]) -> dict[str, Any]:
-    """Sizes, controls and masks of the data, from their headers."""
+def _look(family: str, source: dict[str, Any], rows: bytes) -> dict[str, Any]:
+    """Sizes, controls and masks of the data, from their headers. `rows` are of a table that is not written yet."""
     from tempfile import TemporaryDirectory  # noqa: PLC0415
 
     from qflux.config import load_config  # noqa: PLC0415
@@ -72,17 +82,28 @@ def _look(family: str, source: dict[str, Any]) -> dict[str, Any]:
     from qflux.data.samples import gather  # noqa: PLC0415
     from qflux.models import get_family  # noqa: PLC0415
 
-    logging.getLogger("qflux").setLevel(logging.ERROR)
-    values = {"family": family, "model": {"pretrained": "-"}, "data": {"sources": [source], "on_bad_sample": "skip"}}
-    with TemporaryDirectory() as folder, progress_bar() as bar:
+    with TemporaryDirectory() as folder, progress_bar() as bar, _silent():
+        looked = dict(source)
+        if rows:
+            looked |= {"path": f"{folder}/rows.jsonl", "root": str(Path(source["root"]).resolve())}
+            Path(looked["path"]).write_bytes(rows)
+        values = {
+            "family": family,
+            "model": {"pretrained": "-"},
+            "data": {"sources": [looked], "on_bad_sample": "skip"},
+        }
         listener = stages(bar)
         index = FileIndex(Path(folder) / "index.jsonl")
         gathered = gather(
             load_config(values).data, get_family(family), index, lambda done, total: listener("headers", done, total)
         )
     if not gathered.all:
-        problems = "".join(f"\n  - {fault}" for fault in gathered.faults[:10])
-        raise DataError(f"no sample of {source['path']} can be used by {family}:{problems}", "mend them first.")
+        problems = "".join(f"\n  - {fault}" for fault in gathered.faults[:10]) or " it holds no row"
+        remedies = dict.fromkeys(fault.remedy for fault in gathered.faults if fault.remedy)
+        raise DataError(
+            f"no sample of {source['path']} can be used by {family}:{problems}",
+            " ".join(list(remedies)[:3]) or "mend them first.",
+        )
     sides = sorted(math.sqrt(s.facts[0].width * s.facts[0].height) for s in gathered.all)
     widths, heights = (sorted(getattr(s.facts[0], side) for s in gathered.all) for side in ("width", "height"))
     return {
@@ -91,8 +112,20 @@ def _look(family: str, source: dict[str, Any]) -> dict[str, Any]:
         "sides": sides,
         "sizes": f"{widths[0]}x{heights[0]} to {widths[-1]}x{heights[-1]}",
         "masks": sum(bool(s.example.mask) for s in gathered.all),
-        "controls": sorted({len(s.example.controls) for s in gathered.all}),
+        "controls": " or ".join(map(str, sorted({len(s.example.controls) for s in gathered.all}))),
     }
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """What there is to warn of, `check` and `inspect` say."""
+    logger = logging.getLogger("qflux")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _areas(sides: list[float]) -> list[str]:
@@ -109,30 +142,30 @@ def _areas(sides: list[float]) -> list[str]:
 
 def _config(family: str, model: str, name: str, source: dict[str, Any], seen: dict[str, Any], file: Path) -> str:
     """The YAML, with a word about everything."""
+    shown = _one_line(shlex.quote(str(file)))
     count, batch = seen["samples"], min(4, seen["samples"])
     steps = min(4000, max(500, 100 * -(-count // batch)))
     held_out = max(1, min(8, count // 10)) if count >= 10 else 0
     qwen = family != "flux-kontext"
     areas = ", ".join(f'"{area}"' for area in _areas(seen["sides"]))
     listed = yaml.safe_dump([source], sort_keys=False, allow_unicode=True).rstrip().replace("\n", "\n    ")
-    controls = " or ".join(map(str, seen["controls"]))
     hold = f"held_out: {{ count: {held_out} }} # never train; their loss and edits are logged at every checkpoint"
     mask = f"{seen['masks']} of {count} samples have a mask"
     lines = [
-        f"# Written by `qflux init` for {source['path']}:",
-        f"# {count} samples, {seen['sizes']}, {controls} control images each.",
+        f"# Written by `qflux init` for {_one_line(source.get('root') or source['path'])}:",
+        f"# {count} samples, {seen['sizes']}, {seen['controls']} control images each.",
         "# Every key is explained in docs/reference.md.",
         "#",
-        f"#   qflux check {file}          what would go wrong",
-        f"#   qflux cache --config {file}     encode images and prompts once",
-        f"#   qflux fit --config {file}       train; run it again to go on after an interruption",
+        f"#   qflux check {shown}          what would go wrong",
+        f"#   qflux cache --config {shown}     encode images and prompts once",
+        f"#   qflux fit --config {shown}       train; run it again to go on after an interruption",
         "",
         f"family: {family}",
         "output_dir: runs",
-        f"run_name: {name} # everything goes to runs/{name}/",
+        f"run_name: {json.dumps(name)} # everything goes to runs/{name}/",
         "",
         "model:",
-        f"  pretrained: {json.dumps(model)} # a hub id, or a folder in diffusers format",
+        f"  pretrained: {json.dumps(model, ensure_ascii=False)} # a hub id, or a folder in diffusers format",
         "  dtype: bfloat16",
         "  # quantization: fp8 # or int8, nf4: the frozen weights take half or a quarter of the memory",
         "",
@@ -171,3 +204,8 @@ def _config(family: str, model: str, name: str, source: dict[str, Any], seen: di
         "",
     ]
     return "\n".join(lines)
+
+
+def _one_line(text: str) -> str:
+    """As it can stand in a comment."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

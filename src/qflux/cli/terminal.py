@@ -90,19 +90,19 @@ def is_first_process() -> bool:
 
 def say(text: str) -> None:
     """A line as it is: paths may hold brackets, and must not be broken."""
-    console.print(_printable(text), markup=False, highlight=False, soft_wrap=True)
+    console.print(_printable(text, console), markup=False, highlight=False, soft_wrap=True)
 
 
 def complain(kind: str, text: str) -> None:
     """An error as it is, on the error stream."""
     process = "" if is_first_process() else f"process {os.environ['RANK']}: "
     errors.print(f"{process}[bold red]{kind}[/]: ", end="")
-    errors.print(_printable(text), markup=False, highlight=False, soft_wrap=True)
+    errors.print(_printable(text, errors), markup=False, highlight=False, soft_wrap=True)
 
 
-def _printable(text: str) -> str:
-    """File names may hold bytes that are no characters; they are shown by their numbers."""
-    return text.encode("utf-8", "backslashreplace").decode()
+def _printable(text: str, target: Console) -> str:
+    """What a terminal can't show, and bytes in file names that are no characters, is shown by its number."""
+    return text.encode(target.encoding, "backslashreplace").decode(target.encoding)
 
 
 def expanded(path: Path) -> Path:

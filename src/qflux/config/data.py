@@ -68,9 +68,7 @@ class ProcessorSettings(Section):
     target_pixels: Area | None = Field(default=None, description="one area for all images")
     controls_size: list[Size] | None = Field(default=None, description="[height, width] of each further control")
     controls_pixels: list[Area] | Area | None = Field(default=None, description="area of each further control")
-    max_aspect_ratio: float = Field(
-        default=3.0, ge=1.0, description="longer images are cropped to it, about the centre"
-    )
+    max_aspect_ratio: float = Field(default=3.0, ge=1.0, description="of an image; one beyond it is not used")
 
     @model_validator(mode="after")
     def _tell_precedence(self) -> ProcessorSettings:

@@ -64,7 +64,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"no config file at {path}", "check the path; recipes/ holds one for each family.")
     try:
         values = _parse(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none, too many digits or brackets
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {type(values).__name__}, not a mapping of sections", "start from a recipe.")
@@ -115,8 +115,8 @@ def _override(values: dict[str, Any], override: str) -> None:
         node = child
     try:
         node[keys[-1]] = _parse(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override!r}: the value is not valid YAML: {error}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--set {override[:200]!r}: the value is not valid YAML: {error}") from None
 
 
 def _explain(problem: Any) -> str:

@@ -41,9 +41,16 @@ _WORDS = {
 
 def json_schema() -> dict[str, Any]:
     """What a YAML language server needs."""
+    schema = Config.model_json_schema(mode="validation")
+    for name, value in schema["properties"].items():
+        if name not in schema["required"]:  # an empty section is its defaults
+            schema["properties"][name] = {"anyOf": [value, {"type": "null"}]}
+    for section in ("DataSettings", "ProcessorSettings"):  # the nesting of older configs
+        older = {"class_path": {"type": "string"}, "init_args": {"type": "object"}}
+        schema["$defs"][section]["properties"] |= older
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **Config.model_json_schema(mode="validation"),
+        **schema,
         "title": "qflux configuration",
     }
 

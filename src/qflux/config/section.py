@@ -28,6 +28,13 @@ def _area(value: Any) -> Any:
     return value
 
 
+def _expanded(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{error} Write the path in full") from None
+
+
 def _side(value: int) -> int:
     if value % STEP:
         lower = value // STEP * STEP
@@ -51,9 +58,7 @@ Size = Annotated[
     BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v),
     WithJsonSchema(_SIZE_SCHEMA),
 ]
-Folder = Annotated[
-    Path, Field(strict=False), AfterValidator(lambda path: path.expanduser()), WithJsonSchema({"type": "string"})
-]
+Folder = Annotated[Path, Field(strict=False), AfterValidator(_expanded), WithJsonSchema({"type": "string"})]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Names = Annotated[
     tuple[str, ...],

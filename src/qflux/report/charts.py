@@ -94,7 +94,7 @@ def smoothed(points: Points) -> list[tuple[float, float]]:
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Round numbers that cover a range."""
     span = (high - low) or abs(high) or 1.0
-    power = 10.0 ** math.floor(math.log10(span / count))
+    power = 10.0 ** math.floor(math.log10(max(span / count, 1e-300)))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if span / (power * factor) <= count)
     first = math.floor(low / step + 1e-9)
     last = math.ceil(high / step - 1e-9)
@@ -103,9 +103,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 def label(value: float) -> str:
     """A number for an axis."""
-    if abs(value) >= 10_000:
-        return f"{value / 1000:,.4g}k" if abs(value) < 1e6 else f"{value / 1e6:,.4g}M"
-    return f"{value:.4g}"
+    return f"{value:,.7g}" if abs(value) < 1e7 else f"{value:.7g}"
 
 
 def _finite(points: Points) -> list[tuple[float, float]]:
@@ -113,12 +111,13 @@ def _finite(points: Points) -> list[tuple[float, float]]:
 
 
 def _thinned(points: Points) -> Points:
-    """At most `MOST_POINTS`: each the mean of its neighbours."""
-    size = -(-len(points) // MOST_POINTS)
-    if size <= 1:
+    """About `MOST_POINTS`: of neighbours the lowest and the highest, so that no spike is lost."""
+    size = -(-2 * len(points) // MOST_POINTS)
+    if size <= 2:
         return points
     parts = [points[start : start + size] for start in range(0, len(points), size)]
-    return [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]
+    ends = [{min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])} for part in parts]
+    return [point for pair in ends for point in sorted(pair)]
 
 
 def _number(value: float) -> str:

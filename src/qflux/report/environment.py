@@ -46,7 +46,7 @@ def environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "devices": devices(),
         "cpu_threads": torch.get_num_threads(),
-        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "processes": os.environ.get("WORLD_SIZE") or "1",
     }
 
 

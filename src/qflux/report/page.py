@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean, median
@@ -22,13 +22,18 @@ from qflux.report.run_folder import EditHistory, RunFolder
 MOST_EDITS, MOST_STEPS, SIDE = 6, 8, 448
 """Edits in a report, pictures of each, and their longer side: a report stays small enough to be sent around."""
 LEVELS = ("0 to 0.25, little noise", "0.25 to 0.5", "0.5 to 0.75", "0.75 to 1, mostly noise")
+MOST = 1e150
+"""Larger numbers are damage."""
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 """No request leaves the page, whatever is in it."""
 
 
 def write_report(folders: Sequence[Path], output: Path) -> Path:
     """Write the report of one run, or of several beside each other."""
-    write_bytes(output, report([RunFolder(folder) for folder in folders]).encode())
+    names = Counter(folder.resolve().name for folder in folders)
+    runs = [RunFolder(folder, str(folder) if names[folder.resolve().name] > 1 else "") for folder in folders]
+    page = report(runs)
+    write_bytes(output, page.encode("utf-8", "backslashreplace"))  # names of files may hold what is no character
     return output
 
 
@@ -88,15 +93,19 @@ def _figures(run: RunFolder) -> dict[str, str]:
     """What there is to say about a run in numbers."""
     config, steps = run.config, run.steps
     found = {"state": run.status, "family": str(config.get("family")), "model": str(_get(config, "model.pretrained"))}
-    held_out = [line for line in run.validations if isinstance(line.get("held_out_loss"), float)]
-    if held_out:
-        best = min(held_out, key=lambda line: line["held_out_loss"])
-        first, last = held_out[0]["held_out_loss"], held_out[-1]["held_out_loss"]
-        found["held-out loss"] = f"{first:.4f} → {last:.4f}"
-        found["best held-out loss"] = f"{best['held_out_loss']:.4f} after step {best['step']}"
+    measured = [(line["step"], _number(line["held_out_loss"])) for line in run.validations if "held_out_loss" in line]
+    if measured:
+        ends = ["no number" if loss is None else f"{loss:.4f}" for _, loss in (measured[0], measured[-1])]
+        found["held-out loss"] = " → ".join(ends)
+        best = min(((loss, step) for step, loss in measured if loss is not None), default=None)
+        found["best held-out loss"] = f"{best[0]:.4f} after step {best[1]}" if best else "–"
     if steps:
         tokens, seconds = sum(_values(steps, "tokens")), sum(_values(steps, "seconds"))
-        padded = sum(s["tokens"] / (1 - s["padding_avoided"]) for s in steps if s.get("padding_avoided", 1) < 1)
+        padded = sum(
+            n / (1 - share)
+            for n, share in ((_number(s.get("tokens")), _number(s.get("padding_avoided"))) for s in steps)
+            if n is not None and share is not None and share < 1
+        )
         found["steps"] = f"{steps[-1]['step']} of {run.total_steps}"
         found["samples"] = str(run.coverage)
         found["tokens"] = f"{tokens:,.0f}"
@@ -202,12 +211,12 @@ def _edit(edit: EditHistory) -> Html:
 
 def _data(run: RunFolder) -> Html | None:
     """Sizes, controls and tokens of the training samples."""
-    images = [sample["images"] for sample in run.samples if isinstance(sample.get("images"), list) and sample["images"]]
+    images = [found for sample in run.samples if (found := _sizes(sample.get("images")))]
     if not images:
         return None
-    sizes = Counter(f"{sizes[0][0]} x {sizes[0][1]}" for sizes in images)
-    controls = Counter(str(len(sizes) - 1) for sizes in images)
-    tokens = sorted(sum(width * height // 256 for width, height in sizes) for sizes in images)
+    sizes = Counter(f"{own[0][0]} x {own[0][1]}" for own in images)
+    controls = Counter(str(len(own) - 1) for own in images)
+    tokens = sorted(sum(width * height // 256 for width, height in own) for own in images)
     spread = {
         "samples": len(images),
         "image tokens, least": tokens[0],
@@ -225,6 +234,13 @@ def _data(run: RunFolder) -> Html | None:
         *([tag("h4", "Skipped"), tag("ul", *skipped)] if skipped else []),
         class_="data",
     )
+
+
+def _sizes(value: Any) -> list[tuple[int, int]]:
+    """Widths and heights of a sample's images, target first; nothing if they are damaged."""
+    pairs = value if isinstance(value, list) else []
+    whole = [pair for pair in pairs if isinstance(pair, list) and len(pair) == 2 and all(type(n) is int for n in pair)]
+    return [(width, height) for width, height in whole] if len(whole) == len(pairs) else []
 
 
 def _configuration(runs: Sequence[RunFolder]) -> Html:
@@ -267,7 +283,7 @@ def _picture(path: Path | None) -> str | None:
     try:
         with Image.open(path) as image:
             small = image.convert("RGB")
-    except (OSError, ValueError):
+    except Exception:  # decoders raise whatever the bytes make them raise
         return None
     small.thumbnail((SIDE, SIDE))
     buffer = io.BytesIO()
@@ -283,28 +299,36 @@ def _spread(items: Sequence[Any], most: int) -> list[Any]:
 
 
 def _coloured(runs: Sequence[RunFolder]) -> list[tuple[RunFolder, str]]:
-    return [(run, COLOURS[k % len(COLOURS)]) for k, run in enumerate(runs)]
+    return [(run, COLOURS[k] if k < len(COLOURS) else f"hsl({47 * k % 360}, 65%, 42%)") for k, run in enumerate(runs)]
 
 
 def _name(runs: Sequence[RunFolder], run: RunFolder, alone: str) -> str:
     return run.name if len(runs) > 1 else alone
 
 
+def _number(value: Any) -> float | None:
+    """A number that can be drawn; metrics write what is none as text."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -MOST < value < MOST:
+        return None
+    return float(value)
+
+
 def _values(lines: Sequence[dict[str, Any]], key: str) -> list[float]:
-    return [float(line[key]) for line in lines if isinstance(line.get(key), int | float)]
+    return [value for line in lines if (value := _number(line.get(key))) is not None]
 
 
 def _curve(lines: Sequence[dict[str, Any]], key: str) -> list[tuple[float, float]]:
-    return [(float(line["step"]), float(line[key])) for line in lines if isinstance(line.get(key), int | float)]
+    return _points((line.get("step"), line.get(key)) for line in lines)
 
 
 def _level(lines: Sequence[dict[str, Any]], key: str, index: int) -> list[tuple[float, float]]:
-    found = ((line["step"], line.get(key)) for line in lines)
-    return [
-        (float(step), float(levels[index]))
-        for step, levels in found
-        if isinstance(levels, list) and index < len(levels) and isinstance(levels[index], int | float)
-    ]
+    found = ((line.get("step"), line.get(key)) for line in lines)
+    return _points((step, levels[index]) for step, levels in found if isinstance(levels, list) and index < len(levels))
+
+
+def _points(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[float, float]]:
+    found = ((_number(x), _number(y)) for x, y in pairs)
+    return [(x, y) for x, y in found if x is not None and y is not None]
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

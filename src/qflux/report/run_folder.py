@@ -34,6 +34,8 @@ class RunFolder:
     """Reads what is there; what is torn or missing is left out."""
 
     path: Path
+    label: str = ""
+    """What it is called where the folder's name does not tell it from others."""
 
     def __post_init__(self) -> None:
         if not self.path.is_dir():
@@ -43,14 +45,14 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        return self.path.resolve().name
+        return self.label or self.path.resolve().name
 
     @cached_property
     def config(self) -> dict[str, Any]:
         try:
             values = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise DataError(f"{self.path / 'config.yaml'} can't be read: {error}") from None
+        except (yaml.YAMLError, ValueError, RecursionError):
+            return {}
         return values if isinstance(values, dict) else {}
 
     @cached_property
@@ -87,7 +89,10 @@ class RunFolder:
         for folder in sorted((self.path / "samples").glob("step-*")):
             if not folder.is_dir() or not folder.name[5:].isdigit():
                 continue
-            for item in self._json(folder.relative_to(self.path) / "edits.json").get("edits", []):
+            described = self._json(folder.relative_to(self.path) / "edits.json").get("edits")
+            for item in described if isinstance(described, list) else []:
+                if not isinstance(item, dict):
+                    continue
                 key = str(item.get("name")), str(item.get("prompt"))
                 picture = self._picture(folder, item.get("output"))
                 if picture:
@@ -108,12 +113,14 @@ class RunFolder:
         return "running" if self._is_running() else "interrupted"
 
     def _is_running(self) -> bool:
-        """Whether the process that wrote its number into the lock lives."""
+        """Whether a process holds the run's lock. It is looked up, not tried: a trial could stop a run that starts."""
         try:
-            os.kill(int((self.path / ".lock").read_text()), 0)
-        except (OSError, ValueError):
+            lock = (self.path / ".lock").stat()
+            held = Path("/proc/locks").read_text()
+        except OSError:
             return False
-        return True
+        place = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
+        return any(" FLOCK " in line and f" {place} " in line for line in held.splitlines())
 
     def _picture(self, folder: Path, name: Any) -> Path | None:
         """A file that a description names; never one outside the run."""
@@ -130,7 +137,7 @@ class RunFolder:
         for line in text.splitlines():
             try:
                 value = json.loads(line)
-            except ValueError:  # torn by a kill
+            except (ValueError, RecursionError):  # torn by a kill
                 continue
             if isinstance(value, dict):
                 yield value
@@ -138,6 +145,6 @@ class RunFolder:
     def _json(self, name: str | Path) -> dict[str, Any]:
         try:
             value = json.loads((self.path / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return value if isinstance(value, dict) else {}

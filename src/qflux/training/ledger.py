@@ -65,11 +65,11 @@ def coverage(path: Path) -> Coverage:
     visits: Counter[str] = Counter()
     for line in read_ledger(path):
         if line["kind"] == "sample":
-            samples.add(line["id"])
+            samples.add(str(line.get("id")))
         elif line["kind"] == "skipped":
-            skipped.append(f"{line['what']}: {line['reason']}")
+            skipped.append(f"{line.get('what')}: {line.get('reason')}")
         elif line["kind"] == "step" and _is_step(line):
-            visits.update(line["samples"])
+            visits.update(map(str, line["samples"]))
             epochs.add(line["epoch"])
     return Coverage(len(samples), len(visits), visits.total(), len(epochs), tuple(skipped))
 
@@ -83,7 +83,7 @@ def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
     for line in text.splitlines():
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict) and "kind" in value:
             yield value

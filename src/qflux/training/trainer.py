@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -85,7 +86,8 @@ class Trainer:
             counted = count(sample.example.prompt, [view.size for view in sample.views if view])
             return counted.used, counted.wanted
 
-        inspected = inspect(self.config, self.family, self.store.index, length, self.text_limit.tokens, progress)
+        limit = sys.maxsize if estimated else self.text_limit.tokens  # an estimate is no reason to complain
+        inspected = inspect(self.config, self.family, self.store.index, length, limit, progress)
         inspected.summary.text_is_estimated = estimated
         return inspected
 
