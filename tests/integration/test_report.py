@@ -23,7 +23,7 @@ HOSTILE = '<script>document.title="broken"</script><img src="http://example.org/
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, checkpoint, data_set, cache):
+def runs(tmp_path_factory, checkpoint, data_set):
     """Two finished runs, and one that was killed in the middle; their prompts try to break out of the page."""
     from conftest import make_config
 
@@ -37,7 +37,7 @@ def runs(tmp_path_factory, checkpoint, data_set, cache):
         config = make_config(
             checkpoint,
             data,
-            cache,
+            folder / "cache",
             folder,
             f"run_name={name}",
             f"optimizer.init_args={{lr: {rate}}}",
