@@ -30,7 +30,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 EXCLUDED = {
     "make demo": ".ci/run runs it",
-    "git clone": "there is no network",
     "torchrun --nnodes": "needs two machines",
     "accelerate launch": "needs several GPUs; tests/invariance starts the same processes",
     "qflux cache migrate": "needs a cache of another version; tests/unit/test_stored.py migrates one",
@@ -141,7 +140,7 @@ def test_every_command_of_a_page_runs(page, desk, monkeypatch, capsys):
 def test_every_exclusion_is_needed():
     said = [command for page in PAGES for block in blocks(page) for command in commands(block)]
     unused = [beginning for beginning in EXCLUDED if not any(command.startswith(beginning) for command in said)]
-    assert set(unused) <= {"git clone"}
+    assert unused == []
 
 
 def test_every_page_is_in_the_navigation_and_every_public_name_exists():

@@ -384,6 +384,12 @@ def test_exporting_from_the_command_line(settings, lora, tmp_path, capsys, monke
     assert "read back and compared" in said
     assert "of the change is lost to rounding" in said
     assert (tmp_path / "e" / "README.md").read_text().startswith("---\nbase_model")
+    there, back = tmp_path / "e" / "c.safetensors", tmp_path / "e" / "d.safetensors"
+    with pytest.raises(SystemExit) as ended:
+        main(["export", "--config", str(file), "--lora", str(there), "--format", "diffusers", "--output", str(back)])
+    assert not ended.value.code
+    trained = lora / "pytorch_lora_weights.safetensors" if lora.is_dir() else lora
+    assert back.read_bytes() == trained.read_bytes(), "there and back, to the byte"
     assert export("--format", "merged", "--output", str(tmp_path / "m")) == 0, "an earlier merge is replaced"
     base = settings.model.pretrained
     for output in (base, str(tmp_path)):

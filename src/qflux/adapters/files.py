@@ -140,8 +140,8 @@ def names_of(family: Family, transformer: nn.Module) -> Names:
 
 def write_lora(path: Path, layers: Mapping[str, LoraLayer], form: Format, names: Names, record: Record) -> None:
     """Write a LoRA in a format; an older file is replaced in one step."""
-    if form == "comfyui":
-        record = Record(**{**asdict(record), "together": names.parts(layers)})
+    together = names.parts(layers) if form == "comfyui" else {}
+    record = Record(**{**asdict(record), "together": together})
     ranks = sorted({layer.rank for layer in layers.values()})
     alphas = sorted({layer.alpha for layer in layers.values()})
     metadata = {

@@ -202,7 +202,7 @@ def _image_file(output: Path, images: Sequence[Path]) -> Path:
         raise DataError(f"--output {output} is no image file name", "use .png, .jpg or .webp.")
     if output.is_dir():
         raise DataError(f"--output {output} is a folder", "give a file name.")
-    if any(output.resolve() == image.expanduser().resolve() for image in images):
+    if any(output.resolve() == expanded(image).resolve() for image in images):
         raise DataError(f"--output {output} is the image to edit", "give another name.")
     if output.exists() and not read_notes(output):
         raise DataError(f"--output {output} is there already, and was not made by qflux", "give another name.")

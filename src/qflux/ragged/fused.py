@@ -2,7 +2,8 @@
 
 A block in plain torch goes over its tokens about thirty times between matrix products; with 35 000 tokens of 3 072
 channels that is a quarter of the time of a step. The functions of `modulation`, `heads` and `mlp` take these kernels
-where `ready` allows. They round where the operations they replace round, so only the order of summation differs.
+where `ready` allows. Kernels round where the operations they replace round; the two products around a GELU do not: one
+rounds once less, the other once more.
 
 Shapes: T tokens, R rows of conditioning, C channels, H heads, D channels of a head.
 """

@@ -12,9 +12,14 @@ from qflux.ragged.layout import RaggedLayout
 from qflux.ragged.rope import Rotary, rotate
 
 
+def _fits(x: Tensor) -> bool:
+    """The kernel holds a head in a block, and blocks are powers of 2."""
+    return fused.ready(x) and x.shape[-1].bit_count() == 1
+
+
 def turned_heads(x: Tensor, norm: nn.Module, rotary: Rotary) -> Tensor:
     """Heads `(T, H, D)` of joint tokens, normalised and turned."""
-    if fused.ready(x):
+    if _fits(x):
         out = x.new_empty(x.shape)
         fused.place_heads(out, x, None, norm, rotary)
         return out
@@ -25,7 +30,7 @@ def join_turned_heads(
     layout: RaggedLayout, text: Tensor, image: Tensor, norms: tuple[nn.Module, nn.Module], rotary: Rotary
 ) -> Tensor:
     """Heads of text `(L, H, D)` and image `(N, H, D)` tokens, each by its own norm, joined `(T, H, D)` and turned."""
-    if fused.ready(text):
+    if _fits(text):
         out = text.new_empty(len(text) + len(image), *text.shape[1:])
         for x, rows, norm in zip((text, image), layout.streams.joint_rows, norms, strict=True):
             fused.place_heads(out, x, rows, norm, rotary)
@@ -35,7 +40,7 @@ def join_turned_heads(
 
 def join_heads(layout: RaggedLayout, text: Tensor, image: Tensor) -> Tensor:
     """Heads as they are, joined: the values."""
-    if fused.ready(text):
+    if _fits(text):
         out = text.new_empty(len(text) + len(image), *text.shape[1:])
         for x, rows in zip((text, image), layout.streams.joint_rows, strict=True):
             fused.place_heads(out, x, rows)

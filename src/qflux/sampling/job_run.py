@@ -43,6 +43,8 @@ class _Checked:
     seed: int
     key: str
     tokens: int
+    is_there: bool
+    """Its image was made already."""
 
 
 class JobRun:
@@ -67,7 +69,7 @@ class JobRun:
         checked = [found for job in jobs if (found := self._check(job, negative_prompt, report)) is not None]
         done = 0
         for batch in self._batches(checked):
-            missing = [item for item in batch if not self._gallery.has(item.job.name, item.key)]
+            missing = [item for item in batch if not item.is_there]
             report.kept += [self._gallery.path(item.job.name) for item in batch if item not in missing]
             if missing:
                 made = self._make(batch, missing, report, lambda note, done=done: progress(done, len(checked), note))  # type: ignore[misc]
@@ -98,13 +100,12 @@ class JobRun:
             job.size,
             [fact.hash for fact in facts],
         ]
-        checked = _Checked(job, seed, key_of("edit", content, self._circumstances), tokens)
+        key = key_of("edit", content, self._circumstances)
         try:
-            self._gallery.has(job.name, checked.key)
+            return _Checked(job, seed, key, tokens, self._gallery.has(job.name, key))
         except DataError as error:
             report.problems.append(f"{job.name}: {error.problem}; {error.remedy}")
             return None
-        return checked
 
     def _batches(self, checked: Sequence[_Checked]) -> list[list[_Checked]]:
         """In the order of the list, as many as fit: the same batches whatever is done already."""
