@@ -347,10 +347,10 @@ def train_transformer(parts: Any, plan: Plan, device: str, pool: Any, deadline: 
 
 
 @torch.no_grad()
-def edited(parts: Any, instructions: Sequence[Instruction], device: str) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Output, wanted and given picture of every instruction, `(3, H, W)` in -1 to 1."""
+def edited(parts: Any, instructions: Sequence[Instruction], device: str) -> list[tuple[Tensor, ...]]:
+    """Output, wanted and given picture of every instruction, `(3, H, W)` in -1 to 1, all as the VAE shows them."""
     encoded = Encoded(parts, instructions, device)
-    found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+    found: dict[int, tuple[Tensor, ...]] = {}
     by_group = defaultdict(list)
     for item in instructions:
         second = (item.second.width, item.second.height) if item.second else None
@@ -370,21 +370,15 @@ def edited(parts: Any, instructions: Sequence[Instruction], device: str) -> list
                 0, images.shape[:2]
             )
             now = now + (sigmas[index + 1] - sigmas[index]) * flow[:, :tokens]
-        config = parts.vae.config
-        latents = torch.stack([unpack(item, group.shapes[0]) for item in now])
-        output = parts.vae.decode(latents / config.scaling_factor + config.shift_factor).sample.clamp(-1, 1)
-        after, before = (painted([scene(item) for item in same], device) for scene in (_after, _before))
-        for row, item in enumerate(same):
-            found[id(item)] = (output[row], after[row], before[row])  # type: ignore[index]
-    return [found[id(item)] for item in instructions]  # type: ignore[index]
+        pictures = [_decoded(parts.vae, tokens, group.shapes[0]) for tokens in (now, *group.images[:2])]
+        for item, row in zip(same, zip(*pictures, strict=True), strict=True):
+            found[id(item)] = row
+    return [found[id(item)] for item in instructions]
 
 
-def _after(item: Instruction) -> Scene:
-    return item.after
-
-
-def _before(item: Instruction) -> Scene:
-    return item.before
+def _decoded(vae: Any, tokens: Tensor, shape: ImageShape) -> Tensor:
+    latents = torch.stack([unpack(item.float(), shape) for item in tokens])
+    return vae.decode(latents / vae.config.scaling_factor + vae.config.shift_factor).sample.clamp(-1, 1)
 
 
 def measure(parts: Any, plan: Plan, device: str, output: Path) -> dict[str, Any]:

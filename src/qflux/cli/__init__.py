@@ -113,13 +113,15 @@ def demo(
     table.add_row("sizes", ", ".join(f"{size} ({count})" for size, count in summary.sizes.items()))
     table.add_row("tokens trained on", f"{summary.tokens:,}")
     table.add_row("padding avoided", f"{summary.padding_avoided:.1%} of what a padded run would compute")
-    table.add_row("steps", str(summary.steps))
-    table.add_row("loss, first and last tenth", f"{summary.first_loss:.4f} → {summary.last_loss:.4f}")
+    table.add_row("steps", f"{summary.steps}, {summary.tokens_per_second:,.0f} tokens per second")
+    table.add_row("held-out loss", "{:.4f} → {:.4f}".format(*summary.held_out_loss))
+    table.add_row("held-out edits are off by", "{:.1f} → {:.1f} of 255, before and after".format(*summary.error))
     table.add_row("time", f"{time.perf_counter() - started:.0f} s")
     for number, file in enumerate(summary.files):
         table.add_row("files" if number == 0 else "", escape(str(file)))
     console.print(table)
-    console.print("The model is tiny and random: the pictures show the path, not what a real checkpoint can do.")
+    if family != "flux-kontext":
+        console.print("This family's demo model is tiny and random: the pictures show the path, not what it can do.")
 
 
 @app.command(name="inspect")

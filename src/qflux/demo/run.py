@@ -1,50 +1,79 @@
-"""`qflux demo`: make data and a tiny model, then cache, fit and predict, as on a real data set."""
+"""`qflux demo`: a small model learns an edit it does not know, as on a real data set: cache, fit, predict, report.
+
+For FLUX Kontext the base is a trained model that ships with qflux, and the edit is night. The other families have no
+base that small: theirs is random, and shows the path only.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
 import os
+import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from qflux.adapters.attach import Weighted
 from qflux.config import Config, load_config
-from qflux.data.geometry import Transform
 from qflux.data.images import load_rgb
+from qflux.demo.base import FOLDER, TEXT_TOKENS
 from qflux.demo.data import write_data_set
+from qflux.demo.night import write_night_set
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
 from qflux.report.inspection import sample_tokens
-from qflux.report.pictures import GridRow, batch_layout, edit_grid, write_png
-from qflux.sampling.predict import Edit
+from qflux.report.pictures import GridRow, batch_layout, curves, edit_grid, write_png
+from qflux.sampling.predict import Edit, Predictor
 from qflux.training.encode import PlannedSample
 from qflux.training.fill import Listener as CacheListener
 from qflux.training.metrics import StepReport
 from qflux.training.trainer import Trainer
 
-SAMPLES = 24
-SHOWN = (4, 1, 2, 7)
+SAMPLES = 68
+SHOWN = 4
 SETTINGS: dict[str, Any] = {
     "family": "flux-kontext",
     "output_dir": "runs/demo",
-    "run_name": "recolour",
-    "model": {"pretrained": "runs/demo/model", "dtype": "float32", "device": "cpu", "max_sequence_length": 64},
+    "run_name": "night",
+    "model": {"pretrained": "runs/demo/model", "dtype": "float32", "device": "cpu", "max_sequence_length": TEXT_TOKENS},
     "data": {
         "path": "runs/demo/data",
-        "batch_size": 4,
-        "processor": {"multi_resolutions": ["128*128", "192*192", "256*256"]},
+        "batch_size": 6,
+        "held_out": {"count": 8},
+        "processor": {
+            "multi_resolutions": [
+                "96*96",
+                "128*96",
+                "128*128",
+                "160*112",
+                "192*96",
+                "160*160",
+                "128*192",
+                "208*144",
+                "192*192",
+            ]
+        },
     },
-    "lora": {"rank": 8},
-    "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.003}},
-    "train": {"max_train_steps": 120, "gradient_checkpointing": False, "checkpoint_every": 40},
-    "loss": {"use_mask_loss": True},
-    "predict": {"num_inference_steps": 8},
+    "lora": {
+        "rank": 16,
+        "target_modules": ["to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2", "proj_mlp", "proj_out"],
+    },
+    "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.002}},
+    "train": {
+        "max_train_steps": 200,
+        "lr_scheduler": "cosine",
+        "lr_warmup_steps": 10,
+        "gradient_checkpointing": False,
+        "checkpoint_every": 50,
+    },
+    "validation": {"images": 4, "num_inference_steps": 8},
+    "predict": {"num_inference_steps": 12},
 }
 """The same as recipes/demo.yaml, for those who installed qflux without the repository."""
 
@@ -56,11 +85,13 @@ class DemoSummary:
     samples: int
     sizes: dict[str, int]
     tokens: int
+    tokens_per_second: float
     padding_avoided: float
     steps: int
-    first_loss: float
-    last_loss: float
-    """Means over the first and the last tenth of the steps: single steps are as noisy as their timesteps."""
+    held_out_loss: tuple[float, float]
+    """Before and after."""
+    error: tuple[float, float]
+    """Of held-out edits before and after: mean difference from what was wanted, of 255."""
     files: list[Path]
 
 
@@ -78,21 +109,21 @@ def demo_config(output_dir: Path, overrides: list[str] | None = None, family: st
     settings["output_dir"] = str(output_dir)
     settings["model"]["pretrained"] = str(output_dir / "model")
     settings["data"]["path"] = str(output_dir / "data")
+    if family != SETTINGS["family"]:
+        settings["run_name"] = "recolour"
+        settings["model"]["max_sequence_length"] = None
+        settings["lora"] = {"rank": 8}
+        settings["train"]["max_train_steps"] = 60
+        settings["data"]["held_out"] = {"count": 4}
     if get_family(family).defaults.true_cfg_scale > 1:
         settings["predict"]["negative_prompt"] = " "
-    if get_family(family).controls == (0, 0):
-        settings["loss"]["use_mask_loss"] = False
-    if family != SETTINGS["family"]:
-        settings["model"]["max_sequence_length"] = None
     return load_config(settings, overrides or [])
 
 
 def run_demo(config: Config, progress: DemoProgress) -> DemoSummary:
     """Everything from an empty folder to pictures. Run again, it reuses what is there."""
-    data, model = config.data.training_sources[0].path, Path(config.model.pretrained)
-    family = get_family(config.family)
-    _make_once(data, lambda folder: write_data_set(folder, SAMPLES, config.seed, family.controls != (0, 0)))
-    _make_once(model, lambda folder: save_checkpoint(family.tiny(config.seed), folder, family.pipeline))
+    _make_once(config.data.training_sources[0].path, lambda folder: _write_data(folder, config))
+    _make_once(Path(config.model.pretrained), lambda folder: _write_model(folder, config))
 
     trainer = Trainer(config)
     trainer.cache(CacheListener(progress=lambda done, total: progress.update("cache", done, total, "entries")))
@@ -101,25 +132,50 @@ def run_demo(config: Config, progress: DemoProgress) -> DemoSummary:
         progress.update("fit", report.step, report.total_steps, f"loss {report.loss:.3f}")
 
     result = trainer.fit(on_step)
-    samples = sorted(trainer.samples().from_images, key=lambda sample: sample.example.name)
+    planned = trainer.samples()
+    held_out = [sample for sample in planned.held_out if isinstance(sample, PlannedSample)]
+    before, after = _predictions(trainer.predictor([Weighted(result.adapter)]), held_out, config, progress)
+    wanted = [sample.transforms[0](load_rgb(sample.example.target)) for sample in held_out]
+    steps = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    checks = [json.loads(line) for line in (config.run_dir / "validation.jsonl").read_text().splitlines()]
     pictures = config.run_dir / "samples"
-    grid = write_png(pictures / "grid.png", _predictions(trainer, samples, result.adapter, progress))
-    layout = write_png(pictures / "batch.png", _batch_picture(samples, trainer))
-    reports = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
-    tenth = max(1, len(reports) // 10)
-    sizes = Counter("{}x{}".format(*sample.transforms[0].size[::-1]) for sample in samples)
-    tokens = sum(report["tokens"] for report in reports)
-    padded = sum(report["tokens"] / (1 - report["padding_avoided"]) for report in reports)
+    shown = _different(held_out)
+    files = [
+        write_png(pictures / "grid.png", _grid([(held_out[k], before[k], after[k], wanted[k]) for k in shown])),
+        write_png(pictures / "loss.png", _loss_curves(steps, checks)),
+        write_png(pictures / "batch.png", _batch_picture([held_out[k] for k in shown], trainer)),
+        config.run_dir / "report.html",
+        result.adapter,
+    ]
+    tokens = sum(step["tokens"] for step in steps)
+    padded = sum(step["tokens"] / (1 - step["padding_avoided"]) for step in steps)
+    sizes = Counter("{}x{}".format(*sample.transforms[0].size[::-1]) for sample in planned.from_images)
     return DemoSummary(
-        samples=len(samples),
+        samples=len(planned.from_images),
         sizes=dict(sorted(sizes.items())),
         tokens=tokens,
+        tokens_per_second=tokens / sum(step["seconds"] for step in steps),
         padding_avoided=1 - tokens / padded,
         steps=result.steps,
-        first_loss=sum(report["loss"] for report in reports[:tenth]) / tenth,
-        last_loss=sum(report["loss"] for report in reports[-tenth:]) / tenth,
-        files=[result.adapter, config.run_dir / "metrics.jsonl", grid, layout],
+        held_out_loss=(checks[0]["held_out_loss"], checks[-1]["held_out_loss"]),
+        error=(_error(before, wanted), _error(after, wanted)),
+        files=files,
     )
+
+
+def _write_data(folder: Path, config: Config) -> None:
+    if config.family == "flux-kontext":
+        write_night_set(folder, SAMPLES, config.seed)
+    else:
+        write_data_set(folder, 24, config.seed, edits=get_family(config.family).controls != (0, 0))
+
+
+def _write_model(folder: Path, config: Config) -> None:
+    family = get_family(config.family)
+    if config.family == "flux-kontext":
+        shutil.copytree(FOLDER, folder)
+    else:
+        save_checkpoint(family.tiny(config.seed), folder, family.pipeline)
 
 
 def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
@@ -131,46 +187,71 @@ def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
     staging.rename(folder)
 
 
-def _predictions(trainer: Trainer, samples: list[PlannedSample], adapter: Path, progress: DemoProgress) -> Image.Image:
-    """One ragged batch of edits of different sizes, beside what was given and what was wanted."""
-    settings = trainer.config.predict
-    shown = [samples[index] for index in SHOWN]
+def _predictions(
+    predictor: Predictor, samples: Sequence[PlannedSample], config: Config, progress: DemoProgress
+) -> tuple[list[Image.Image], list[Image.Image]]:
+    """All edits as one ragged batch, without the LoRA and with it."""
     edits = [
         Edit(
             controls=tuple(load_rgb(path) for path in sample.example.controls),
             prompt=sample.example.prompt,
-            negative_prompt=settings.negative_prompt,
-            seed=settings.seed,
+            negative_prompt=config.predict.negative_prompt,
+            seed=config.predict.seed,
             size=sample.transforms[0].size,
         )
-        for sample in shown
+        for sample in samples
     ]
-    note = f"{len(edits)} images in one batch"
-    predicted = trainer.predictor([Weighted(adapter)])(
-        edits, on_step=lambda done, total: progress.update("predict", done, total, note)
-    )
-    rows = []
-    for sample, result in zip(shown, predicted, strict=True):
-        names = ["control", "control 2"][: len(sample.example.controls)]
-        images = {
+
+    def draw(first: int) -> list[Image.Image]:
+        note = f"{len(edits)} images in one batch"
+        return predictor(edits, on_step=lambda n, total: progress.update("predict", first * total + n, 2 * total, note))
+
+    with predictor.without_adapters():
+        before = draw(0)
+    return before, draw(1)
+
+
+def _different(samples: Sequence[PlannedSample]) -> list[int]:
+    """Some samples of different sizes, and among them one with several controls."""
+    order = sorted(range(len(samples)), key=lambda k: -len(samples[k].example.controls))
+    chosen: dict[Any, int] = {}
+    for k in order[:1] + order[:0:-1]:
+        chosen.setdefault(samples[k].transforms[0].size, k)
+    return sorted(list(chosen.values())[:SHOWN], key=lambda k: samples[k].image_tokens)
+
+
+def _grid(rows: Sequence[tuple[PlannedSample, Image.Image, Image.Image, Image.Image]]) -> Image.Image:
+    names = ("control", "control 2", "before", "after", "wanted")
+    drawn = []
+    for sample, before, after, wanted in rows:
+        controls = {
             name: transform(load_rgb(path))
-            for name, path, transform in zip(names, sample.example.controls, sample.transforms[1:], strict=True)
-        }
-        target: Transform = sample.transforms[0]
-        rows.append(
-            GridRow(
-                sample.example.prompt,
-                {**images, "target": target(load_rgb(sample.example.target)), "prediction": result},
+            for name, path, transform in zip(
+                names[: len(sample.example.controls)], sample.example.controls, sample.transforms[1:], strict=True
             )
-        )
-    used = {column for row in rows for column in row.images}
-    return edit_grid(rows, [c for c in ("control", "control 2", "target", "prediction") if c in used])
+        }
+        drawn.append(GridRow(sample.example.prompt, {**controls, "before": before, "after": after, "wanted": wanted}))
+    return edit_grid(drawn, [name for name in names if any(name in row.images for row in drawn)], scale=1.25)
 
 
-def _batch_picture(samples: list[PlannedSample], trainer: Trainer) -> Image.Image:
-    shown = [samples[index] for index in SHOWN]
+def _loss_curves(steps: Sequence[dict[str, Any]], checks: Sequence[dict[str, Any]]) -> Image.Image:
+    return curves(
+        "Loss over steps",
+        {
+            "training": [(step["step"], step["loss"]) for step in steps],
+            "held out, at fixed noise": [(check["step"], check["held_out_loss"]) for check in checks],
+        },
+    )
 
+
+def _batch_picture(samples: Sequence[PlannedSample], trainer: Trainer) -> Image.Image:
     def text_tokens(sample: PlannedSample) -> int:
         return len(trainer.store.load(sample.keys).text.tokens)
 
-    return batch_layout([sample_tokens(sample, text_tokens(sample)) for sample in shown])
+    return batch_layout([sample_tokens(sample, text_tokens(sample)) for sample in samples])
+
+
+def _error(images: Sequence[Image.Image], wanted: Sequence[Image.Image]) -> float:
+    """Mean difference of pixels, of 255; every image counts the same."""
+    pairs = zip(images, wanted, strict=True)
+    return float(np.mean([np.abs(np.asarray(a, dtype=float) - np.asarray(b, dtype=float)).mean() for a, b in pairs]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 
 from qflux.data.store import write_bytes
+from qflux.report.charts import ticks
 
 INK, PAPER, FAINT = (34, 40, 49), (255, 255, 255), (120, 128, 138)
 TEXT, TARGET, CONTROLS = (148, 163, 184), (234, 88, 12), ((37, 99, 235), (96, 155, 250), (165, 199, 255))
@@ -135,6 +136,39 @@ def _legend(pen: Any, top: int, letters: Any, controls: int) -> None:
         pen.rectangle((left, top + 3, left + 12, top + 15), fill=colour)
         pen.text((left + 18, top), name, INK, letters)
         left += 34 + round(letters.getlength(name))
+
+
+def curves(
+    title: str, lines: Mapping[str, Sequence[tuple[float, float]]], size: tuple[int, int] = (760, 300)
+) -> Image.Image:
+    """Curves over steps, from zero up."""
+    width, height = size
+    left, top, right, bottom = 64, 44, width - MARGIN, height - 56
+    xs = [x for points in lines.values() for x, _ in points]
+    ys = [y for points in lines.values() for _, y in points]
+    x_marks, y_marks = ticks(min(xs), max(xs)), ticks(0.0, max(ys))
+    canvas = Image.new("RGB", size, PAPER)
+    pen = ImageDraw.Draw(canvas)
+    pen.text((MARGIN, MARGIN), title, INK, font(15))
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = (x - min(xs)) / ((max(xs) - min(xs)) or 1)
+        return left + across * (right - left), bottom - y / y_marks[-1] * (bottom - top)
+
+    for y in y_marks:
+        _, row = place(min(xs), y)
+        pen.line((left, row, right, row), (226, 230, 235), 1)
+        pen.text((left - 8, row), f"{y:.4g}", FAINT, font(12), anchor="rm")
+    for x in x_marks:
+        if min(xs) <= x <= max(xs):
+            pen.text((place(x, 0)[0], bottom + 6), f"{x:.4g}", FAINT, font(12), anchor="ma")
+    legend = left
+    for (name, points), colour in zip(lines.items(), (CONTROLS[1], TARGET, INK), strict=False):
+        pen.line([place(x, y) for x, y in points], colour, 2, joint="curve")
+        pen.line((legend, height - 18, legend + 18, height - 18), colour, 3)
+        pen.text((legend + 24, height - 18), name, INK, font(13), anchor="lm")
+        legend += 50 + round(font(13).getlength(name))
+    return canvas
 
 
 def font(size: int) -> Any:
