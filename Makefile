@@ -1,6 +1,7 @@
 # Every target does its own set-up and can be run again.
 PYTHON ?= python3
 FAMILY ?= flux-kontext
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -16,8 +17,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/qflux demo --family $(FAMILY)
 
+# Two processes of one thread each: tests are too small for threads. With more cores: make test WORKERS=8
 test: $(STAMP)
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -89,6 +89,20 @@ def test_a_loss_that_is_no_number_stops_the_run_with_the_state_before_it(recipe)
     assert len((config.run_dir / "metrics.jsonl").read_text().splitlines()) == 10
 
 
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_compiled_run_learns_what_an_uncompiled_one_does(recipe, method):
+    found = {}
+    for compiled in ("false", "true"):
+        name = f"compiled-{method}-{compiled}"
+        config = recipe(
+            f"train.method={method}", f"train.compile={compiled}", f"run_name={name}", "train.max_train_steps=3"
+        )
+        Trainer(config).fit()
+        steps = (config.run_dir / "metrics.jsonl").read_text().splitlines()
+        found[compiled] = [json.loads(step)["loss"] for step in steps]
+    assert found["true"] == pytest.approx(found["false"], rel=0.03)
+
+
 @pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
 def test_a_lora_trains_over_a_quantized_base(recipe, kind):
     pytest.importorskip("bitsandbytes" if kind == "nf4" else "torchao")

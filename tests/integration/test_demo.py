@@ -18,7 +18,7 @@ def test_the_demo_runs_the_whole_path_and_can_be_run_again(tmp_path):
     overrides = ["train.max_train_steps=4", "predict.num_inference_steps=2", "validation.num_inference_steps=2"]
     summary = run_demo(demo_config(tmp_path / "demo", overrides), progress)
     assert seen == {"cache", "fit", "predict"}
-    assert summary.samples == 68
+    assert summary.samples == 152
     assert len(summary.sizes) == 12
     assert 0.05 < summary.padding_avoided < 0.6
     for file in summary.files:

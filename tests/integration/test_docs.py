@@ -75,6 +75,8 @@ def desk(tmp_path_factory):
     (desk / "data").symlink_to(desk / "my_data")
     for recipe in (desk / "recipes").glob("flux-kontext*.yaml"):
         shrunk(recipe, desk / "tiny")
+    demo = desk / "recipes/demo.yaml"
+    demo.write_text(demo.read_text().replace("max_train_steps: 360", "max_train_steps: 2"))
     Image.effect_noise((128, 96), 60).convert("RGB").save(desk / "photo.jpg")
     (desk / "edits.csv").write_text("image,prompt\nphoto.jpg,make it snow\n")
     here = Path.cwd()

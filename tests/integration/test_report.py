@@ -11,7 +11,7 @@ from PIL import Image
 
 from qflux.cli import main
 from qflux.errors import DataError
-from qflux.report.charts import ticks
+from qflux.report.axis import Axis, ticks
 from qflux.report.page import write_report
 from qflux.report.run_folder import RunFolder
 from qflux.training.interrupt import exclusive
@@ -229,6 +229,20 @@ def test_what_is_no_run_is_said_to_be_none(tmp_path, capsys):
         main(["report", str(tmp_path)])
     assert ended.value.code == 2
     assert "config.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("values", "logarithmic"),
+    [([6.0, 0.3, 0.1], True), ([1e-7, 3.0], True), ([0.5, 0.3], False), ([6.0, 0.0], False), ([0.2], False)],
+)
+def test_a_loss_that_falls_far_is_drawn_on_a_logarithmic_axis(values, logarithmic):
+    axis = Axis.for_loss(values)
+    assert axis.logarithmic == logarithmic
+    places = [axis.share(value) for value in sorted(values)]
+    assert places == sorted(places)
+    assert 0 <= places[0] <= places[-1] <= 1
+    assert 2 <= len(axis.marks) <= 12
+    assert all(0 <= axis.share(mark) <= 1 for mark in axis.marks)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0), (3, 3), (-2, 5), (0, 1e-9), (0, 87_654_321), (0.1, 0.1)])

@@ -28,14 +28,14 @@ from qflux.demo.night import write_night_set
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
 from qflux.report.inspection import sample_tokens
-from qflux.report.pictures import GridRow, batch_layout, curves, edit_grid, write_png
+from qflux.report.pictures import GridRow, batch_layout, edit_grid, loss_curves, write_png
 from qflux.sampling.predict import Edit, Predictor
 from qflux.training.encode import PlannedSample
 from qflux.training.fill import Listener as CacheListener
 from qflux.training.metrics import StepReport
 from qflux.training.trainer import Trainer
 
-SAMPLES = 68
+SAMPLES = 152
 SHOWN = 4
 SETTINGS: dict[str, Any] = {
     "family": "flux-kontext",
@@ -44,7 +44,7 @@ SETTINGS: dict[str, Any] = {
     "model": {"pretrained": "runs/demo/model", "dtype": "float32", "device": "cpu", "max_sequence_length": TEXT_TOKENS},
     "data": {
         "path": "runs/demo/data",
-        "batch_size": 6,
+        "batch_size": 4,
         "held_out": {"count": 8},
         "processor": {
             "multi_resolutions": [
@@ -62,18 +62,29 @@ SETTINGS: dict[str, Any] = {
     },
     "lora": {
         "rank": 16,
-        "target_modules": ["to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2", "proj_mlp", "proj_out"],
+        "target_modules": [
+            "to_q",
+            "to_k",
+            "to_v",
+            "to_out.0",
+            "net.0.proj",
+            "net.2",
+            "proj_mlp",
+            "proj_out",
+            "norm.linear",
+            "norm1.linear",
+        ],
     },
-    "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.002}},
+    "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.005}},
     "train": {
-        "max_train_steps": 200,
+        "max_train_steps": 360,
         "lr_scheduler": "cosine",
-        "lr_warmup_steps": 10,
+        "lr_warmup_steps": 40,
         "gradient_checkpointing": False,
-        "checkpoint_every": 50,
+        "checkpoint_every": 90,
     },
     "validation": {"images": 4, "num_inference_steps": 8},
-    "predict": {"num_inference_steps": 12},
+    "predict": {"num_inference_steps": 8},
 }
 """The same as recipes/demo.yaml, for those who installed qflux without the repository."""
 
@@ -113,7 +124,8 @@ def demo_config(output_dir: Path, overrides: list[str] | None = None, family: st
         settings["run_name"] = "recolour"
         settings["model"]["max_sequence_length"] = None
         settings["lora"] = {"rank": 8}
-        settings["train"]["max_train_steps"] = 60
+        settings["train"] |= {"max_train_steps": 60, "lr_warmup_steps": 10}
+        settings["optimizer"]["init_args"]["lr"] = 0.002
         settings["data"]["held_out"] = {"count": 4}
     if get_family(family).defaults.true_cfg_scale > 1:
         settings["predict"]["negative_prompt"] = " "
@@ -235,7 +247,7 @@ def _grid(rows: Sequence[tuple[PlannedSample, Image.Image, Image.Image, Image.Im
 
 
 def _loss_curves(steps: Sequence[dict[str, Any]], checks: Sequence[dict[str, Any]]) -> Image.Image:
-    return curves(
+    return loss_curves(
         "Loss over steps",
         {
             "training": [(step["step"], step["loss"]) for step in steps],

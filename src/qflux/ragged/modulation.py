@@ -52,8 +52,8 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (row,) = ctx.saved_tensors
-        belongs = grad.new_zeros(ctx.rows, len(row)).scatter_(0, row[None], 1.0)
-        return belongs @ grad, None
+        belongs = torch.arange(ctx.rows, device=row.device)[:, None] == row
+        return belongs.to(grad.dtype) @ grad, None
 
 
 @dataclass

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from qflux.report.axis import Axis, label, ticks
 from qflux.report.markup import Html, tag
 
 COLOURS = ("#ea580c", "#2563eb", "#059669", "#9333ea", "#b45309", "#0891b2")
@@ -26,32 +27,32 @@ class Line:
     faint: bool = False
 
 
-def line_chart(title: str, lines: Sequence[Line], unit: str = "") -> Html | None:
+def line_chart(
+    title: str, lines: Sequence[Line], unit: str = "", axis: Callable[[Iterable[float]], Axis] = Axis.linear
+) -> Html | None:
     """Curves over steps; nothing if there is nothing to draw."""
     lines = [Line(line.name, _thinned(_finite(line.points)), line.colour, line.faint) for line in lines]
     lines = [line for line in lines if line.points]
     if not lines:
         return None
     xs = [x for line in lines for x, _ in line.points]
-    ys = [y for line in lines for _, y in line.points]
-    x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(min(0.0, *ys), max(ys))
-    # Curves may go beyond the outermost round number, and are drawn there too.
+    up = axis(y for line in lines for _, y in line.points)
     x_range = min(xs), max(xs)
-    y_range = min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (x - x_range[0]) / ((x_range[1] - x_range[0]) or 1)
-        up = (y - y_range[0]) / ((y_range[1] - y_range[0]) or 1)
-        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
+        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up.share(y) * (HEIGHT - TOP - BOTTOM)
 
     grid = []
-    for y in y_ticks:
+    for y in up.marks:
         _, height = place(x_range[0], y)
         grid.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=_number(height), y2=_number(height), class_="grid"))
         grid.append(tag("text", label(y), x=LEFT - 6, y=_number(height + 4), text_anchor="end"))
-    for x in x_ticks:
+    for x in ticks(*x_range):
         if x_range[0] <= x <= x_range[1]:
-            grid.append(tag("text", label(x), x=_number(place(x, 0)[0]), y=HEIGHT - BOTTOM + 16, text_anchor="middle"))
+            grid.append(
+                tag("text", label(x), x=_number(place(x, up.low)[0]), y=HEIGHT - BOTTOM + 16, text_anchor="middle")
+            )
     grid.append(tag("text", "step", x=WIDTH - RIGHT, y=HEIGHT - 4, text_anchor="end"))
     curves = [_curve(line, [place(x, y) for x, y in line.points]) for line in lines]
     drawing = tag("svg", *grid, *curves, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=title)
@@ -89,21 +90,6 @@ def smoothed(points: Points) -> list[tuple[float, float]]:
         total, weight = keep * total + y, keep * weight + 1
         result.append((x, total / weight))
     return result
-
-
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers that cover a range."""
-    span = (high - low) or abs(high) or 1.0
-    power = 10.0 ** math.floor(math.log10(max(span / count, 1e-300)))
-    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if span / (power * factor) <= count)
-    first = math.floor(low / step + 1e-9)
-    last = math.ceil(high / step - 1e-9)
-    return [step * number for number in range(first, max(last, first + 1) + 1)]
-
-
-def label(value: float) -> str:
-    """A number for an axis."""
-    return f"{value:,.7g}" if abs(value) < 1e7 else f"{value:.7g}"
 
 
 def _finite(points: Points) -> list[tuple[float, float]]:

@@ -15,6 +15,7 @@ import yaml
 from PIL import Image
 
 from qflux.data.store import write_bytes
+from qflux.report.axis import Axis
 from qflux.report.charts import COLOURS, Line, bars, line_chart, smoothed
 from qflux.report.markup import Html, facts, join, table, tag
 from qflux.report.run_folder import EditHistory, RunFolder
@@ -133,8 +134,8 @@ def _loss_charts(runs: Sequence[RunFolder]) -> Iterator[Html | None]:
             Line(run.name, raw, colour, faint=True),
             Line(_name(runs, run, "training loss"), smoothed(raw), colour),
         ]
-    yield line_chart("Training loss", lines)
-    yield _validation_chart(runs, "Held-out loss, at fixed noise", "held_out_loss")
+    yield line_chart("Training loss", lines, axis=Axis.for_loss)
+    yield _validation_chart(runs, "Held-out loss, at fixed noise", "held_out_loss", axis=Axis.for_loss)
     for run in runs:
         title = "Loss by noise level" if len(runs) == 1 else f"Loss by noise level, {run.name}"
         yield line_chart(
@@ -143,6 +144,7 @@ def _loss_charts(runs: Sequence[RunFolder]) -> Iterator[Html | None]:
                 Line(level, smoothed(_level(run.steps, "loss_by_level", k)), COLOURS[k])
                 for k, level in enumerate(LEVELS)
             ],
+            axis=Axis.for_loss,
         )
     yield line_chart(
         "Gradient norm",
@@ -153,9 +155,15 @@ def _loss_charts(runs: Sequence[RunFolder]) -> Iterator[Html | None]:
     )
 
 
-def _validation_chart(runs: Sequence[RunFolder], title: str, key: str, unit: str = "") -> Html | None:
+def _validation_chart(
+    runs: Sequence[RunFolder],
+    title: str,
+    key: str,
+    unit: str = "",
+    axis: Callable[[Iterable[float]], Axis] = Axis.linear,
+) -> Html | None:
     lines = [Line(_name(runs, run, title), _curve(run.validations, key), colour) for run, colour in _coloured(runs)]
-    return line_chart(title, lines, unit)
+    return line_chart(title, lines, unit, axis)
 
 
 def _speed_charts(runs: Sequence[RunFolder]) -> Iterator[Html | None]:

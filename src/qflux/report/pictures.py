@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 
 from qflux.data.store import write_bytes
-from qflux.report.charts import ticks
+from qflux.report.axis import Axis, label, ticks
 
 INK, PAPER, FAINT = (34, 40, 49), (255, 255, 255), (120, 128, 138)
 TEXT, TARGET, CONTROLS = (148, 163, 184), (234, 88, 12), ((37, 99, 235), (96, 155, 250), (165, 199, 255))
@@ -138,30 +138,29 @@ def _legend(pen: Any, top: int, letters: Any, controls: int) -> None:
         left += 34 + round(letters.getlength(name))
 
 
-def curves(
+def loss_curves(
     title: str, lines: Mapping[str, Sequence[tuple[float, float]]], size: tuple[int, int] = (760, 300)
 ) -> Image.Image:
-    """Curves over steps, from zero up."""
+    """Losses over steps."""
     width, height = size
     left, top, right, bottom = 64, 44, width - MARGIN, height - 56
     xs = [x for points in lines.values() for x, _ in points]
-    ys = [y for points in lines.values() for _, y in points]
-    x_marks, y_marks = ticks(min(xs), max(xs)), ticks(0.0, max(ys))
+    up = Axis.for_loss(y for points in lines.values() for _, y in points)
     canvas = Image.new("RGB", size, PAPER)
     pen = ImageDraw.Draw(canvas)
     pen.text((MARGIN, MARGIN), title, INK, font(15))
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (x - min(xs)) / ((max(xs) - min(xs)) or 1)
-        return left + across * (right - left), bottom - y / y_marks[-1] * (bottom - top)
+        return left + across * (right - left), bottom - up.share(y) * (bottom - top)
 
-    for y in y_marks:
+    for y in up.marks:
         _, row = place(min(xs), y)
         pen.line((left, row, right, row), (226, 230, 235), 1)
-        pen.text((left - 8, row), f"{y:.4g}", FAINT, font(12), anchor="rm")
-    for x in x_marks:
+        pen.text((left - 8, row), label(y), FAINT, font(12), anchor="rm")
+    for x in ticks(min(xs), max(xs)):
         if min(xs) <= x <= max(xs):
-            pen.text((place(x, 0)[0], bottom + 6), f"{x:.4g}", FAINT, font(12), anchor="ma")
+            pen.text((place(x, up.low)[0], bottom + 6), label(x), FAINT, font(12), anchor="ma")
     legend = left
     for (name, points), colour in zip(lines.items(), (CONTROLS[1], TARGET, INK), strict=False):
         pen.line([place(x, y) for x, y in points], colour, 2, joint="curve")
