@@ -210,6 +210,7 @@ def train_vae(vae: Any, plan: Plan, device: str, pool: Any) -> dict[str, float]:
 class Group:
     """Encoded instructions whose pictures have the same sizes. n instructions, C = 64 channels of a token."""
 
+    instructions: Sequence[Instruction]
     shapes: tuple[ImageShape, ...]
     images: list[Tensor]
     """`(n, tokens, C)` each: wanted, first, perhaps second picture."""
@@ -244,6 +245,7 @@ class Encoded:
             pictures.append([item.second for item in same if item.second])
         ids = [self._ids(item.prompt) for item in same]
         return Group(
+            same,
             tuple(token_shape(scenes[0].height, scenes[0].width) for scenes in pictures),
             [self._latents(scenes) for scenes in pictures],
             *(torch.tensor(column, device=self._device) for column in zip(*ids, strict=True)),
@@ -352,14 +354,9 @@ def train_transformer(parts: Any, plan: Plan, device: str, pool: Any, deadline: 
 @torch.no_grad()
 def edited(parts: Any, instructions: Sequence[Instruction], device: str) -> list[tuple[Tensor, ...]]:
     """Output, wanted and given picture of every instruction, `(3, H, W)` in -1 to 1, all as the VAE shows them."""
-    encoded = Encoded(parts, instructions, device)
     found: dict[int, tuple[Tensor, ...]] = {}
-    by_group = defaultdict(list)
-    for item in instructions:
-        second = (item.second.width, item.second.height) if item.second else None
-        by_group[item.before.width, item.before.height, second].append(item)
     generator = torch.Generator(device).manual_seed(SEED)
-    for group, same in zip(encoded.groups, by_group.values(), strict=True):
+    for group in Encoded(parts, instructions, device).groups:
         composition = Composition([group], len(group), device)
         text, pooled = encode_text(parts, group.t5_ids, group.clip_ids)
         _, *controls = (latents.float() for latents in group.images)
@@ -374,7 +371,7 @@ def edited(parts: Any, instructions: Sequence[Instruction], device: str) -> list
             )
             now = now + (sigmas[index + 1] - sigmas[index]) * flow[:, :tokens]
         pictures = [_decoded(parts.vae, tokens, group.shapes[0]) for tokens in (now, *group.images[:2])]
-        for item, row in zip(same, zip(*pictures, strict=True), strict=True):
+        for item, row in zip(group.instructions, zip(*pictures, strict=True), strict=True):
             found[id(item)] = row
     return [found[id(item)] for item in instructions]
 

@@ -95,7 +95,6 @@ class DemoSummary:
 
     samples: int
     sizes: dict[str, int]
-    tokens: int
     tokens_per_second: float
     padding_avoided: float
     steps: int
@@ -103,7 +102,8 @@ class DemoSummary:
     """Before and after."""
     error: tuple[float, float]
     """Of held-out edits before and after: mean difference from what was wanted, of 255."""
-    files: list[Path]
+    files: dict[str, Path]
+    """What was made, by what it shows."""
 
 
 @dataclass(frozen=True)
@@ -152,20 +152,20 @@ def run_demo(config: Config, progress: DemoProgress) -> DemoSummary:
     checks = [json.loads(line) for line in (config.run_dir / "validation.jsonl").read_text().splitlines()]
     pictures = config.run_dir / "samples"
     shown = _different(held_out)
-    files = [
-        write_png(pictures / "grid.png", _grid([(held_out[k], before[k], after[k], wanted[k]) for k in shown])),
-        write_png(pictures / "loss.png", _loss_curves(steps, checks)),
-        write_png(pictures / "batch.png", _batch_picture([held_out[k] for k in shown], trainer)),
-        config.run_dir / "report.html",
-        result.adapter,
-    ]
+    grid = _grid([(held_out[k], before[k], after[k], wanted[k]) for k in shown])
+    files = {
+        "before and after": write_png(pictures / "grid.png", grid),
+        "loss": write_png(pictures / "loss.png", _loss_curves(steps, checks)),
+        "a batch": write_png(pictures / "batch.png", _batch_picture([held_out[k] for k in shown], trainer)),
+        "report": config.run_dir / "report.html",
+        "LoRA": result.adapter,
+    }
     tokens = sum(step["tokens"] for step in steps)
     padded = sum(step["tokens"] / (1 - step["padding_avoided"]) for step in steps)
     sizes = Counter("{}x{}".format(*sample.transforms[0].size[::-1]) for sample in planned.from_images)
     return DemoSummary(
         samples=len(planned.from_images),
         sizes=dict(sorted(sizes.items())),
-        tokens=tokens,
         tokens_per_second=tokens / sum(step["seconds"] for step in steps),
         padding_avoided=1 - tokens / padded,
         steps=result.steps,
