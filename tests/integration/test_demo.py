@@ -47,7 +47,7 @@ def test_the_other_families_show_the_path(family, tmp_path):
 
 def test_a_quarter_of_the_demo_learns_the_edit_at_every_size(tmp_path):
     """What the README promises of the whole: the error of held-out edits halves, and no size is left behind."""
-    config = demo_config(tmp_path / "demo", ["train.max_train_steps=90", "train.checkpoint_every=45"])
+    config = demo_config(tmp_path / "demo", ["train.max_train_steps=80", "train.checkpoint_every=40"])
     summary = run_demo(config, DemoProgress(lambda *_: None))
     before, after = summary.error
     assert after <= 0.5 * before

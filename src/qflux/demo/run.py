@@ -75,15 +75,15 @@ SETTINGS: dict[str, Any] = {
             "norm1.linear",
         ],
     },
-    "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.005}},
+    "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.006}},
     "train": {
-        "max_train_steps": 360,
+        "max_train_steps": 320,
         "lr_scheduler": "cosine",
-        "lr_warmup_steps": 40,
+        "lr_warmup_steps": 30,
         "gradient_checkpointing": False,
-        "checkpoint_every": 90,
+        "checkpoint_every": 80,
     },
-    "validation": {"images": 4, "num_inference_steps": 8},
+    "validation": {"images": 4, "num_inference_steps": 6},
     "predict": {"num_inference_steps": 8},
 }
 """The same as recipes/demo.yaml, for those who installed qflux without the repository."""

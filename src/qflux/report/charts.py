@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -82,13 +83,14 @@ def bars(counts: Sequence[tuple[str, int]]) -> Html:
 
 
 def smoothed(points: Points) -> list[tuple[float, float]]:
-    """A running mean that remembers a twentieth of the curve."""
-    keep = 1 - 1 / max(1.0, len(points) / 20)
-    result: list[tuple[float, float]] = []
-    total = weight = 0.0
-    for x, y in _finite(points):
-        total, weight = keep * total + y, keep * weight + 1
-        result.append((x, total / weight))
+    """The mean of a twentieth of the curve around each point."""
+    points = _finite(points)
+    reach = len(points) // 40
+    sums = [0.0, *itertools.accumulate(y for _, y in points)]
+    result = []
+    for index, (x, _) in enumerate(points):
+        first, last = max(0, index - reach), min(len(points), index + reach + 1)
+        result.append((x, (sums[last] - sums[first]) / (last - first)))
     return result
 
 
