@@ -3,8 +3,8 @@
     python scripts/train_demo_base.py --output OUT           # one large GPU, about twelve minutes
     python scripts/train_demo_base.py --output OUT --smoke   # everything once, on a CPU, in a minute
 
-Pictures of all sizes train in the same batches, by qflux's own ragged forward. A stage whose result lies in OUT is not
-run again. OUT/model is what ships in src/qflux/demo/model; OUT/report.json says how good it is, OUT/*.png shows it.
+Pictures of all sizes train in the same batches, by qflux's own ragged forward. A VAE that lies in OUT is not trained
+again. OUT/model is what ships in src/qflux/demo/model; OUT/report.json says how good it is, OUT/*.png shows it.
 """
 
 from __future__ import annotations
@@ -61,8 +61,20 @@ class Plan:
     held_out: int
 
 
-FULL = Plan(24_000, 3_000, 48, 120_000, 6_000, 768, 16, 48, 512)
-SMOKE = Plan(48, 3, 4, 96, 3, 8, 4, 2, 8)
+FULL = Plan(
+    vae_scenes=24_000,
+    vae_steps=3_000,
+    vae_batch=48,
+    instructions=120_000,
+    steps=6_000,
+    batch=768,
+    groups=16,
+    compositions=48,
+    held_out=512,
+)
+SMOKE = Plan(
+    vae_scenes=48, vae_steps=3, vae_batch=4, instructions=96, steps=3, batch=8, groups=4, compositions=2, held_out=8
+)
 
 
 class Training:
@@ -147,14 +159,10 @@ def vae_pictures(scenes: Sequence[Scene], device: str) -> list[Tensor]:
         by_size[scene.width, scene.height].append(scene)
     pools = []
     for same in by_size.values():
-        lights = [dimmed(rng.choice(list(COLOURS.values()))) for _ in same]
-        nights = [render_night(part, lights[start : start + 256], device) for start, part in enumerate_chunks(same)]
+        lit = [(scene, dimmed(rng.choice(list(COLOURS.values())))) for scene in same]
+        nights = [render_night([s for s, _ in part], [light for _, light in part], device) for part in in_chunks(lit)]
         pools.append(torch.cat([painted(same, device), torch.cat(nights) * 2 - 1]).half())
     return pools
-
-
-def enumerate_chunks(items: Sequence[Any]) -> Iterator[tuple[int, Sequence[Any]]]:
-    return ((256 * number, part) for number, part in enumerate(in_chunks(items)))
 
 
 def recoloured(pictures: Tensor, generator: torch.Generator) -> Tensor:
@@ -200,7 +208,8 @@ def train_vae(vae: Any, plan: Plan, device: str, pool: Any) -> dict[str, float]:
         found = [(len(each), psnr(vae(each).sample, each)) for each in held_out]
         latents = torch.cat([vae.encode(each).latent_dist.mode().flatten() for each in held_out])
     vae.register_to_config(scaling_factor=1 / float(latents.std()), shift_factor=float(latents.mean()))
-    return {"psnr": sum(count * value for count, value in found) / sum(count for count, _ in found)}
+    psnr_of_all = sum(count * value for count, value in found) / sum(count for count, _ in found)
+    return {"steps": plan.vae_steps, "psnr": psnr_of_all}
 
 
 # Instructions as tokens
@@ -446,7 +455,7 @@ def run(plan: Plan, output: Path, pool: Any, deadline: float) -> None:
     report_file, vae_file = output / "report.json", output / "vae.safetensors"
     report: dict[str, Any] = json.loads(report_file.read_text()) if report_file.exists() else {}
     parts.vae.to(device)
-    if "vae" in report:
+    if report.get("vae", {}).get("steps") == plan.vae_steps:
         parts.vae.load_state_dict(load_file(vae_file))
         parts.vae.register_to_config(**report["latents"])
         parts.vae.eval()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -15,15 +16,19 @@ from qflux.config import load_config
 from qflux.data.images import to_image
 from qflux.demo.base import FOLDER
 from qflux.demo.instructions import KINDS, SIZES, draw_instruction
-from qflux.demo.run import SETTINGS, DemoProgress, demo_config, run_demo
+from qflux.demo.run import SETTINGS, demo_config, run_demo
 from qflux.demo.scenes import draw_scene, render, render_night
+from qflux.errors import ConfigError
 from qflux.sampling.predict import Edit
 from qflux.training.trainer import Trainer
 
 
 def test_the_demo_runs_the_whole_path_and_can_be_run_again(tmp_path):
     seen: set[str] = set()
-    progress = DemoProgress(lambda stage, done, total, note: seen.add(stage))
+
+    def progress(stage, done, total, note):
+        seen.add(stage)
+
     overrides = ["train.max_train_steps=4", "predict.num_inference_steps=2", "validation.num_inference_steps=2"]
     summary = run_demo(demo_config(tmp_path / "demo", overrides), progress)
     assert seen == {"cache", "fit", "predict"}
@@ -38,22 +43,47 @@ def test_the_demo_runs_the_whole_path_and_can_be_run_again(tmp_path):
     assert again.error == summary.error
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.held_out=null"], "data.held_out is null"),
+        (["model.pretrained=black-forest-labs/FLUX.1-Kontext-dev"], "brings its own model"),
+    ],
+)
+def test_what_the_demo_can_not_do_is_said_before_anything_is_made(overrides, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        run_demo(demo_config(tmp_path / "demo", overrides), lambda *_: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_is_taken_is_named(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(ConfigError, match=f"{file} can't be made"):
+        run_demo(demo_config(file), lambda *_: None)
+    shutil.copytree(FOLDER, tmp_path / "taken" / "model")
+    with pytest.raises(ConfigError, match="another family"):
+        run_demo(demo_config(tmp_path / "taken", family="qwen-image"), lambda *_: None)
+
+
 @pytest.mark.parametrize("family", ["qwen-image", "qwen-image-edit-plus"])
 def test_the_other_families_show_the_path(family, tmp_path):
     overrides = ["train.max_train_steps=2", "predict.num_inference_steps=2", "validation.num_inference_steps=2"]
-    summary = run_demo(demo_config(tmp_path / family, overrides, family), DemoProgress(lambda *_: None))
+    summary = run_demo(demo_config(tmp_path / family, overrides, family), lambda *_: None)
     assert all(file.is_file() for file in summary.files.values())
 
 
 def test_a_quarter_of_the_demo_learns_the_edit_at_every_size(tmp_path):
-    """What the README promises of the whole: the error of held-out edits halves, and no size is left behind."""
+    """The error of held-out edits halves, and no size is left behind."""
     config = demo_config(tmp_path / "demo", ["train.max_train_steps=80", "train.checkpoint_every=40"])
-    summary = run_demo(config, DemoProgress(lambda *_: None))
+    summary = run_demo(config, lambda *_: None)
     before, after = summary.error
     assert after <= 0.5 * before
     folders = sorted((config.run_dir / "samples").glob("step-*/edits.json"))
     assert len(folders) == 3
-    for item in json.loads(folders[-1].read_text())["edits"]:
+    edits = json.loads(folders[-1].read_text())["edits"]
+    assert len(edits) == 4
+    for item in edits:
         drawn, wanted, control = (
             np.asarray(Image.open(folders[-1].parent / item[kind]), dtype=float)
             for kind in ("output", "wanted", "control")

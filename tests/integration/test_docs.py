@@ -21,7 +21,7 @@ from PIL import Image
 from qflux.cli import main
 from qflux.config.reader import _parse
 from qflux.demo.data import write_data_set
-from qflux.demo.run import DemoProgress, demo_config, run_demo
+from qflux.demo.run import demo_config, run_demo
 from qflux.main import main as mode_main
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
@@ -82,7 +82,7 @@ def desk(tmp_path_factory):
     here = Path.cwd()
     os.chdir(desk)
     try:
-        run_demo(demo_config(Path("runs/demo"), ["train.max_train_steps=2"]), DemoProgress(lambda *_: None))
+        run_demo(demo_config(Path("runs/demo"), ["train.max_train_steps=2"]), lambda *_: None)
         shared = ["--config", "recipes/flux-kontext.yaml", "--set", "data.path=my_data"]
         for command in (["cache", *shared], ["fit", *shared], ["init", "my_data", "--output", "my.yaml"]):
             qflux(command, desk)

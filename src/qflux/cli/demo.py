@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,7 @@ import typer
 from rich.progress import TaskID
 from rich.table import Table
 
-from qflux.cli.terminal import Overrides, console, progress_bar, say
+from qflux.cli.terminal import LineNowAndThen, Overrides, console, progress_bar, say
 
 
 def demo(
@@ -22,21 +23,29 @@ def demo(
 
     qflux demo --output /tmp/demo
     """
-    from qflux.demo.run import DemoProgress, demo_config, run_demo  # noqa: PLC0415
+    # Threads that wait would keep the core of a neighbour busy: on a shared machine that costs more than half of the
+    # speed. Read when torch is loaded.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    from qflux.demo.run import demo_config, run_demo  # noqa: PLC0415
 
     started = time.perf_counter()
     default = Path("runs/demo" if family == "flux-kontext" else f"runs/demo-{family}")
     config = demo_config(output or default, set_ or [], family)
     with progress_bar() as bar:
         tasks: dict[str, TaskID] = {}
+        logs: dict[str, LineNowAndThen] = {}
 
         def update(stage: str, done: int, total: int, note: str) -> None:
             if stage not in tasks:
                 tasks[stage] = bar.add_task(stage, total=total, note="")
+                logs[stage] = LineNowAndThen()
             bar.update(tasks[stage], completed=done, note=note)
+            logs[stage](done, f"{stage} {done}/{total}  {note}")
 
-        summary = run_demo(config, DemoProgress(update))
+        summary = run_demo(config, update)
 
+    if summary.resumed_from:
+        say(f"continued from step {summary.resumed_from}.")
     table = Table(show_header=False, box=None, padding=(0, 2))
     table.add_row("held-out edits are off by", "{:.1f} → {:.1f} of 255, before and after".format(*summary.error))
     table.add_row("held-out loss", "{:.4f} → {:.4f}".format(*summary.held_out_loss))

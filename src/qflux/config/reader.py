@@ -15,6 +15,8 @@ from qflux.config.data import CacheSource, CsvSource, FolderSource, HubSource, J
 from qflux.config.root import Config
 from qflux.errors import ConfigError, collected
 
+_REFERENCE = "what every key takes: docs/reference.md, or qflux schema --reference."
+
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads `1e-4` as a string; a learning rate is a number. A key that stands twice is an error."""
@@ -55,7 +57,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         problems = [*unwrapping, *dict.fromkeys(_explain(problem) for problem in error.errors())]
     if problems:
         name = f" {source}" if isinstance(source, str | Path) else ""
-        raise collected(ConfigError, f"the configuration{name} is not valid", problems)
+        raise collected(ConfigError, f"the configuration{name} is not valid", problems, _REFERENCE)
     return config
 
 

@@ -269,7 +269,8 @@ def _eight_bit(image: Image.Image) -> Image.Image:
 
 
 def _unreadable(image: ImageRef, error: Exception) -> DataError:
-    return DataError(f"{image} can't be read as an image: {_reason(error)}", "replace or remove the file.")
+    remedy = "check the path." if isinstance(error, FileNotFoundError) else "replace or remove the file."
+    return DataError(f"{image} can't be read as an image: {_reason(error)}", remedy)
 
 
 def _reason(error: Exception) -> str:

@@ -1,1 +1,1 @@
-"""The offline demo: data made in code, a tiny model, the whole path."""
+"""The offline demo: scenes painted in code, a small trained model, an edit it learns."""

@@ -25,6 +25,7 @@ from qflux.data.images import load_rgb
 from qflux.demo.base import FOLDER, TEXT_TOKENS
 from qflux.demo.data import write_data_set
 from qflux.demo.night import write_night_set
+from qflux.errors import ConfigError
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
 from qflux.report.inspection import sample_tokens
@@ -98,6 +99,8 @@ class DemoSummary:
     tokens_per_second: float
     padding_avoided: float
     steps: int
+    resumed_from: int
+    """The step of the checkpoint it went on from."""
     held_out_loss: tuple[float, float]
     """Before and after."""
     error: tuple[float, float]
@@ -106,11 +109,8 @@ class DemoSummary:
     """What was made, by what it shows."""
 
 
-@dataclass(frozen=True)
-class DemoProgress:
-    """Where the demo says how far it is: stage, done, total, a note."""
-
-    update: Callable[[str, int, int, str], None]
+Progress = Callable[[str, int, int, str], None]
+"""Is told how far the demo is: stage, done, total, a note."""
 
 
 def demo_config(output_dir: Path, overrides: list[str] | None = None, family: str = "flux-kontext") -> Config:
@@ -132,16 +132,17 @@ def demo_config(output_dir: Path, overrides: list[str] | None = None, family: st
     return load_config(settings, overrides or [])
 
 
-def run_demo(config: Config, progress: DemoProgress) -> DemoSummary:
+def run_demo(config: Config, progress: Progress) -> DemoSummary:
     """Everything from an empty folder to pictures. Run again, it reuses what is there."""
+    _check(config)
     _make_once(config.data.training_sources[0].path, lambda folder: _write_data(folder, config))
     _make_once(Path(config.model.pretrained), lambda folder: _write_model(folder, config))
 
     trainer = Trainer(config)
-    trainer.cache(CacheListener(progress=lambda done, total: progress.update("cache", done, total, "entries")))
+    trainer.cache(CacheListener(progress=lambda done, total: progress("cache", done, total, "entries")))
 
     def on_step(report: StepReport) -> None:
-        progress.update("fit", report.step, report.total_steps, f"loss {report.loss:.3f}")
+        progress("fit", report.step, report.total_steps, f"loss {report.loss:.3f}")
 
     result = trainer.fit(on_step)
     planned = trainer.samples()
@@ -156,7 +157,7 @@ def run_demo(config: Config, progress: DemoProgress) -> DemoSummary:
     files = {
         "before and after": write_png(pictures / "grid.png", grid),
         "loss": write_png(pictures / "loss.png", _loss_curves(steps, checks)),
-        "a batch": write_png(pictures / "batch.png", _batch_picture([held_out[k] for k in shown], trainer)),
+        "padded and packed": write_png(pictures / "batch.png", _batch_picture([held_out[k] for k in shown], trainer)),
         "report": config.run_dir / "report.html",
         "LoRA": result.adapter,
     }
@@ -169,10 +170,28 @@ def run_demo(config: Config, progress: DemoProgress) -> DemoSummary:
         tokens_per_second=tokens / sum(step["seconds"] for step in steps),
         padding_avoided=1 - tokens / padded,
         steps=result.steps,
+        resumed_from=result.resumed_from,
         held_out_loss=(checks[0]["held_out_loss"], checks[-1]["held_out_loss"]),
         error=(_error(before, wanted), _error(after, wanted)),
         files=files,
     )
+
+
+def _check(config: Config) -> None:
+    """What would fail late, or write where nobody expects it."""
+    output, model = config.output_dir, Path(config.model.pretrained)
+    if next(folder for folder in (output, *output.absolute().parents) if folder.exists()).is_file():
+        raise ConfigError(f"{output} can't be made: there is a file of that name", "give --output a folder.")
+    if model != output / "model":
+        raise ConfigError(
+            f"the demo brings its own model, and model.pretrained is {str(model)!r}",
+            "train on other checkpoints with qflux fit.",
+        )
+    if config.data.held_out is None:
+        raise ConfigError("the demo shows held-out samples, and data.held_out is null", "leave it out of --set.")
+    index = model / "model_index.json"
+    if index.exists() and json.loads(index.read_text())["_class_name"] != get_family(config.family).pipeline:
+        raise ConfigError(f"{output} holds the demo of another family", "choose another --output.")
 
 
 def _write_data(folder: Path, config: Config) -> None:
@@ -200,7 +219,7 @@ def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
 
 
 def _predictions(
-    predictor: Predictor, samples: Sequence[PlannedSample], config: Config, progress: DemoProgress
+    predictor: Predictor, samples: Sequence[PlannedSample], config: Config, progress: Progress
 ) -> tuple[list[Image.Image], list[Image.Image]]:
     """All edits as one ragged batch, without the LoRA and with it."""
     edits = [
@@ -216,7 +235,7 @@ def _predictions(
 
     def draw(first: int) -> list[Image.Image]:
         note = f"{len(edits)} images in one batch"
-        return predictor(edits, on_step=lambda n, total: progress.update("predict", first * total + n, 2 * total, note))
+        return predictor(edits, on_step=lambda n, total: progress("predict", first * total + n, 2 * total, note))
 
     with predictor.without_adapters():
         before = draw(0)
@@ -224,10 +243,10 @@ def _predictions(
 
 
 def _different(samples: Sequence[PlannedSample]) -> list[int]:
-    """Some samples of different sizes, and among them one with several controls."""
-    order = sorted(range(len(samples)), key=lambda k: -len(samples[k].example.controls))
+    """Some samples of different sizes, and among them one with the most controls."""
+    first = max(range(len(samples)), key=lambda k: len(samples[k].example.controls))
     chosen: dict[Any, int] = {}
-    for k in order[:1] + order[:0:-1]:
+    for k in (first, *range(len(samples))):
         chosen.setdefault(samples[k].transforms[0].size, k)
     return sorted(list(chosen.values())[:SHOWN], key=lambda k: samples[k].image_tokens)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 WIDE = 30.0
 """Values that differ by more than this factor are unreadable on a linear axis."""
+FEW = 24
+"""Up to so many points of a curve are marked: it shows where something was measured."""
 
 
 @dataclass(frozen=True)

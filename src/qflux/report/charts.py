@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from qflux.report.axis import Axis, label, ticks
+from qflux.report.axis import FEW, Axis, label, ticks
 from qflux.report.markup import Html, tag
 
 COLOURS = ("#ea580c", "#2563eb", "#059669", "#9333ea", "#b45309", "#0891b2")
@@ -67,9 +67,10 @@ def _curve(line: Line, points: Points) -> Html:
     style = {"stroke": line.colour, "class_": "faint" if line.faint else "curve"}
     last = line.points[-1]
     note = tag("title", f"{line.name}: {label(last[1])} at step {label(last[0])}")
-    if len(points) == 1:
-        return tag("circle", note, cx=_number(points[0][0]), cy=_number(points[0][1]), r=3, fill=line.colour)
-    return tag("polyline", note, points=" ".join(f"{_number(x)},{_number(y)}" for x, y in points), fill="none", **style)
+    marked = points if len(points) <= FEW and not line.faint else []
+    marks = [tag("circle", cx=_number(x), cy=_number(y), r=3, fill=line.colour) for x, y in marked]
+    path = " ".join(f"{_number(x)},{_number(y)}" for x, y in points)
+    return tag("g", note, tag("polyline", points=path, fill="none", **style), *marks)
 
 
 def bars(counts: Sequence[tuple[str, int]]) -> Html:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 
 from qflux.data.store import write_bytes
-from qflux.report.axis import Axis, label, ticks
+from qflux.report.axis import FEW, Axis, label, ticks
 
 INK, PAPER, FAINT = (34, 40, 49), (255, 255, 255), (120, 128, 138)
 TEXT, TARGET, CONTROLS = (148, 163, 184), (234, 88, 12), ((37, 99, 235), (96, 155, 250), (165, 199, 255))
@@ -141,7 +142,8 @@ def _legend(pen: Any, top: int, letters: Any, controls: int) -> None:
 def loss_curves(
     title: str, lines: Mapping[str, Sequence[tuple[float, float]]], size: tuple[int, int] = (760, 300)
 ) -> Image.Image:
-    """Losses over steps."""
+    """Losses over steps. Where there are few, each one is marked: nothing was measured in between."""
+    lines = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in lines.items()}
     width, height = size
     left, top, right, bottom = 64, 44, width - MARGIN, height - 56
     xs = [x for points in lines.values() for x, _ in points]
@@ -164,6 +166,8 @@ def loss_curves(
     legend = left
     for (name, points), colour in zip(lines.items(), (CONTROLS[1], TARGET, INK), strict=False):
         pen.line([place(x, y) for x, y in points], colour, 2, joint="curve")
+        for x, y in points if len(points) <= FEW else []:
+            pen.circle(place(x, y), 4, colour)
         pen.line((legend, height - 18, legend + 18, height - 18), colour, 3)
         pen.text((legend + 24, height - 18), name, INK, font(13), anchor="lm")
         legend += 50 + round(font(13).getlength(name))
