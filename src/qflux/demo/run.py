@@ -184,8 +184,8 @@ def _check(config: Config) -> None:
         raise ConfigError(f"{output} can't be made: there is a file of that name", "give --output a folder.")
     if model != output / "model":
         raise ConfigError(
-            f"the demo brings its own model, and model.pretrained is {str(model)!r}",
-            "train on other checkpoints with qflux fit.",
+            f"the demo brings its own model to {output / 'model'}, and model.pretrained is {str(model)!r}",
+            "choose the place with --output; train on other checkpoints with qflux fit.",
         )
     if config.data.held_out is None:
         raise ConfigError("the demo shows held-out samples, and data.held_out is null", "leave it out of --set.")
