@@ -21,7 +21,8 @@ def batches(settings) -> list:
     planned = trainer.samples()
     samples, provider = planned.training, trainer._provider(planned)
     plan = training_plan(settings, samples, provider)
-    feed = Feed(settings, samples, provider, trainer.family.image_channels, trainer.device, trainer.dtype)
+    levels, _ = trainer._noise_levels(None)
+    feed = Feed(settings, samples, provider, levels, trainer.family.image_channels, trainer.device, trainer.dtype)
     return list(feed(item for _, step in plan.steps(0, 4) for item in assignments(step, 0, samples)))
 
 

@@ -13,6 +13,7 @@ from qflux.data.plan import Batching, TrainingPlan
 from qflux.errors import CheckpointError
 from qflux.training.checkpoint import FILES, Checkpoints, TrainingState
 from qflux.training.distributed import World
+from qflux.training.identity import known_starts
 from qflux.training.optim import build_schedule
 from qflux.training.update import Ema, LossScale, Update
 
@@ -234,6 +235,6 @@ def test_the_starts_of_epochs_come_back_for_the_same_data_only(tmp_path):
     state = fresh_state()
     state.plan.starts = [0, 3, 7]
     Checkpoints(tmp_path, 1, {"seed": 0, "data (samples)": "abc", "lora": 4}).save(1, state)
-    assert Checkpoints(tmp_path, 1).epoch_starts({"seed": 0, "data (samples)": "abc"}) == [0, 3, 7]
-    assert Checkpoints(tmp_path, 1).epoch_starts({"seed": 1, "data (samples)": "abc"}) is None
-    assert Checkpoints(tmp_path / "none", 1).epoch_starts({}) is None
+    assert known_starts(Checkpoints(tmp_path, 1).before(), {"seed": 0, "data (samples)": "abc"}) == [0, 3, 7]
+    assert known_starts(Checkpoints(tmp_path, 1).before(), {"seed": 1, "data (samples)": "abc"}) is None
+    assert Checkpoints(tmp_path / "none", 1).before() is None

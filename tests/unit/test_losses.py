@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import math
+import importlib
 from dataclasses import replace
 
 import pytest
 import torch
-from diffusers.pipelines.flux.pipeline_flux_kontext import calculate_shift
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxKontextPipeline, QwenImagePipeline
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 
 from qflux.config import LossSettings, TimestepSettings
@@ -13,7 +13,7 @@ from qflux.data.batch import EditBatch
 from qflux.data.encoded import EncodedExample, TextEmbedding
 from qflux.losses import AttentionMaskMseLoss, MaskEditLoss, MseLoss, Objective
 from qflux.losses.objective import StepSize, sample_weight
-from qflux.losses.timesteps import draw, fixed_draw, level_weight, resolution_shift, shifted
+from qflux.losses.timesteps import NoiseLevels, NoiseShift, level_weight
 
 
 def test_the_mean_is_over_valid_tokens():
@@ -182,7 +182,7 @@ def test_the_weight_of_no_noise_at_all_is_finite():
     ids=str,
 )
 def test_densities_are_diffusers(settings):
-    mine = [draw(0, str(i), 0, 1, 1, TimestepSettings(**settings, shift="none"))[0] for i in range(4000)]
+    mine = [NoiseLevels(TimestepSettings(**settings, shift="none")).draw(0, str(i), 0, 1, 1)[0] for i in range(4000)]
     theirs = compute_density_for_timestep_sampling(
         settings["density"],
         4000,
@@ -196,36 +196,58 @@ def test_densities_are_diffusers(settings):
 
 
 def test_fixed_levels_are_stratified_and_their_noise_never_changes():
-    settings = TimestepSettings(shift="none")
-    drawn = [fixed_draw(0, "a", level, 4, 10, 4, settings) for level in range(4)]
+    levels = NoiseLevels(TimestepSettings(shift="none"))
+    drawn = [levels.fixed_draw(0, "a", level, 4, 10, 4) for level in range(4)]
     assert [sigma for sigma, _ in drawn] == [0.125, 0.375, 0.625, 0.875]
-    assert torch.equal(drawn[1][1], fixed_draw(0, "a", 1, 4, 10, 4, settings)[1])
+    assert torch.equal(drawn[1][1], levels.fixed_draw(0, "a", 1, 4, 10, 4)[1])
     assert not torch.equal(drawn[1][1], drawn[2][1])
 
 
 def test_noise_depends_on_seed_sample_and_visit_alone():
-    settings = TimestepSettings()
-    sigma, noise = draw(1, "a", 0, 10, 4, settings)
-    again, same = draw(1, "a", 0, 10, 4, settings)
+    levels = NoiseLevels(TimestepSettings())
+    sigma, noise = levels.draw(1, "a", 0, 10, 4)
+    again, same = levels.draw(1, "a", 0, 10, 4)
     assert sigma == again
     assert torch.equal(noise, same)
     for other in ((2, "a", 0), (1, "b", 0), (1, "a", 1)):
-        assert draw(*other, 10, 4, settings)[0] != sigma
+        assert levels.draw(*other, 10, 4)[0] != sigma
 
 
+SCHEDULERS = {
+    "FLUX.1 Kontext": (FluxKontextPipeline, {"shift": 3.0, "use_dynamic_shifting": True}),
+    "Qwen-Image": (
+        QwenImagePipeline,
+        {"base_shift": 0.5, "max_shift": 0.9, "max_image_seq_len": 8192, "shift": 1.0, "use_dynamic_shifting": True},
+    ),
+    "linear": (QwenImagePipeline, {"use_dynamic_shifting": True, "time_shift_type": "linear"}),
+    "constant": (QwenImagePipeline, {"shift": 2.5}),
+}
+"""As the checkpoints of these models say it, and two kinds that others have."""
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("tokens", [64, 256, 1024, 4096, 6000])
-def test_the_resolution_shift_is_the_pipelines(tokens):
-    assert resolution_shift(tokens) == pytest.approx(calculate_shift(tokens))
-    settings = TimestepSettings(shift="resolution")
-    for sigma in (0.1, 0.5, 0.9):
-        expected = math.exp(calculate_shift(tokens)) / (math.exp(calculate_shift(tokens)) + (1 / sigma - 1))
-        assert shifted(sigma, tokens, settings) == pytest.approx(expected)
+def test_training_shifts_noise_as_the_reference_pipelines_schedule_does(name, tokens):
+    pipeline, settings = SCHEDULERS[name]
+    scheduler = FlowMatchEulerDiscreteScheduler(**settings)
+    shift_of = vars(importlib.import_module(pipeline.__module__))["calculate_shift"]
+    names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+    sigmas = torch.linspace(0.95, 0.05, 10).tolist()
+    mu = shift_of(tokens, *(scheduler.config[name] for name in names))
+    scheduler.set_timesteps(sigmas=sigmas, mu=mu if scheduler.config.use_dynamic_shifting else None)
+    levels = NoiseLevels(TimestepSettings(shift="resolution"), NoiseShift.of(scheduler))
+    shifted = [levels.shifted(sigma, tokens) for sigma in sigmas]
+    assert shifted == pytest.approx(scheduler.sigmas[:-1].tolist(), abs=1e-6)
+
+
+def test_without_numbers_of_its_own_a_schedule_is_flux():
+    assert NoiseShift.of(FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)) == NoiseShift()
 
 
 def test_densities_have_their_distributions():
-    uniform = [draw(0, str(i), 0, 1, 1, TimestepSettings(density="uniform", shift="none"))[0] for i in range(2000)]
+    uniform = [NoiseLevels(TimestepSettings(density="uniform", shift="none")).draw(0, str(i), 0, 1, 1)[0] for i in range(2000)]
     normal = [
-        draw(0, str(i), 0, 1, 1, TimestepSettings(density="logit_normal", mean=0.5, std=0.8, shift="none"))[0]
+        NoiseLevels(TimestepSettings(density="logit_normal", mean=0.5, std=0.8, shift="none")).draw(0, str(i), 0, 1, 1)[0]
         for i in range(2000)
     ]
     logits = torch.tensor(normal).logit()

@@ -31,10 +31,12 @@ class Prompt:
 
 @dataclass
 class TextLimit:
-    """How many tokens a prompt may have, and what becomes of longer ones."""
+    """How many tokens a prompt may have, its images not counted, and what becomes of longer ones."""
 
     tokens: int
     truncate: bool = False
+    most: int | None = None
+    """What a config may raise `tokens` to."""
     cut: int = 0
     """Prompts that were cut so far."""
 
@@ -43,9 +45,11 @@ class TextLimit:
         if count <= self.tokens:
             return False
         if not self.truncate:
+            may_be_raised = self.most is None or self.tokens < self.most
             raise DataError(
                 f"a prompt of {count} tokens is longer than {self.tokens}: {text[:60]!r}…",
-                "shorten it, raise model.max_sequence_length, or set model.on_long_prompt: truncate.",
+                f"shorten it, {'raise model.max_sequence_length, ' if may_be_raised else ''}"
+                "or set model.on_long_prompt: truncate.",
             )
         self.cut += 1
         return True

@@ -6,6 +6,8 @@ Batch, rank, worker and order do not matter, so a run is the same however it is 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,43 +15,84 @@ from torch import Tensor
 from qflux.config import LossSettings, TimestepSettings
 from qflux.data.store import seed_of
 
-BASE_TOKENS, MAX_TOKENS = 256, 4096
-BASE_SHIFT, MAX_SHIFT = 0.5, 1.15
-
 LEAST_SIGMA = 1e-3
 """Below this a weight of sigma^-2 grows no further; it is the lowest noise level of a schedule of 1000 steps."""
 
 
-def draw(
-    seed: int, sample_id: str, visit: int, tokens: int, channels: int, settings: TimestepSettings
-) -> tuple[float, Tensor]:
-    """The noise level in (0, 1) and the noise `(tokens, channels)` of one visit to one sample."""
-    generator = torch.Generator().manual_seed(seed_of("noise", seed, sample_id, visit))
-    sigma = shifted(_density(settings, generator), tokens, settings)
-    return sigma, torch.randn(tokens, channels, generator=generator)
+@dataclass(frozen=True)
+class NoiseShift:
+    """How a model's schedule moves noise levels up: `f s / (1 + (f - 1) s)`, with a factor f that grows with the image.
+
+    The numbers are those of the checkpoint's scheduler, and their defaults those of diffusers' pipelines (FLUX.1's).
+    Training and sampling both take them from here, so that a model is trained on the levels it will be used at.
+    """
+
+    base_tokens: int = 256
+    max_tokens: int = 4096
+    base_shift: float = 0.5
+    max_shift: float = 1.15
+    exponential: bool = True
+    """The factor is `exp(mu)`; otherwise it is `mu` itself."""
+    constant: float | None = None
+    """The factor for images of every size, of schedulers that do not look at the size."""
+
+    @classmethod
+    def of(cls, scheduler: Any) -> NoiseShift:
+        """The shift of a checkpoint's scheduler."""
+        config = scheduler.config
+        if not config.get("use_dynamic_shifting", False):
+            return cls(constant=float(config.get("shift", 1.0)))
+        return cls(
+            base_tokens=int(config.get("base_image_seq_len", cls.base_tokens)),
+            max_tokens=int(config.get("max_image_seq_len", cls.max_tokens)),
+            base_shift=float(config.get("base_shift", cls.base_shift)),
+            max_shift=float(config.get("max_shift", cls.max_shift)),
+            exponential=config.get("time_shift_type", "exponential") == "exponential",
+        )
+
+    def mu(self, tokens: int) -> float:
+        """What diffusers' `set_timesteps` calls mu, for a target of this many tokens: linear in their number."""
+        slope = (self.max_shift - self.base_shift) / (self.max_tokens - self.base_tokens)
+        return tokens * slope + (self.base_shift - slope * self.base_tokens)
+
+    def factor(self, tokens: int) -> float:
+        """By how much the odds of noise grow, for a target of this many tokens."""
+        if self.constant is not None:
+            return self.constant
+        return math.exp(self.mu(tokens)) if self.exponential else self.mu(tokens)
+
+    def __str__(self) -> str:
+        if self.constant is not None:
+            return f"{self.constant:g} for every size"
+        return f"{self.base_shift:g} to {self.max_shift:g} over {self.base_tokens} to {self.max_tokens} tokens"
 
 
-def fixed_draw(
-    seed: int, sample_id: str, level: int, levels: int, tokens: int, channels: int, settings: TimestepSettings
-) -> tuple[float, Tensor]:
-    """The noise level in the middle of the `level`th of `levels` equal strata, and noise that never changes."""
-    generator = torch.Generator().manual_seed(seed_of("held out", seed, sample_id, level))
-    sigma = shifted((level + 0.5) / levels, tokens, settings)
-    return sigma, torch.randn(tokens, channels, generator=generator)
+@dataclass(frozen=True)
+class NoiseLevels:
+    """How the noise level of a sample is drawn: the configured density, moved by the shift of the model's schedule."""
 
+    settings: TimestepSettings
+    shift: NoiseShift = NoiseShift()
 
-def shifted(sigma: float, tokens: int, settings: TimestepSettings) -> float:
-    """A noise level after the configured shift, for a sample with this many target tokens."""
-    if settings.shift == "none":
-        return sigma
-    factor = settings.fixed_shift if settings.shift == "fixed" else math.exp(resolution_shift(tokens))
-    return factor * sigma / (1 + (factor - 1) * sigma)
+    def draw(self, seed: int, sample_id: str, visit: int, tokens: int, channels: int) -> tuple[float, Tensor]:
+        """The noise level in (0, 1) and the noise `(tokens, channels)` of one visit to one sample."""
+        generator = torch.Generator().manual_seed(seed_of("noise", seed, sample_id, visit))
+        sigma = self.shifted(_density(self.settings, generator), tokens)
+        return sigma, torch.randn(tokens, channels, generator=generator)
 
+    def fixed_draw(
+        self, seed: int, sample_id: str, level: int, levels: int, tokens: int, channels: int
+    ) -> tuple[float, Tensor]:
+        """The noise level in the middle of the `level`th of `levels` equal strata, and noise that never changes."""
+        generator = torch.Generator().manual_seed(seed_of("held out", seed, sample_id, level))
+        return self.shifted((level + 0.5) / levels, tokens), torch.randn(tokens, channels, generator=generator)
 
-def resolution_shift(tokens: int) -> float:
-    """FLUX's shift exponent: linear from 0.5 at 256 tokens to 1.15 at 4096."""
-    slope = (MAX_SHIFT - BASE_SHIFT) / (MAX_TOKENS - BASE_TOKENS)
-    return BASE_SHIFT + slope * (tokens - BASE_TOKENS)
+    def shifted(self, sigma: float, tokens: int) -> float:
+        """A noise level after the shift, for a sample with this many target tokens."""
+        if self.settings.shift == "none":
+            return sigma
+        factor = self.settings.fixed_shift if self.settings.shift == "fixed" else self.shift.factor(tokens)
+        return factor * sigma / (1 + (factor - 1) * sigma)
 
 
 def level_weight(sigma: float, settings: LossSettings) -> float:

@@ -62,7 +62,7 @@ class TextCount:
     used: int
     """Tokens that the transformer sees."""
     wanted: int
-    """Tokens that the limit on prompts is about, before anything is cut."""
+    """Tokens that the limit on prompts is about, before anything is cut: those of images are not among them."""
 
 
 TextCounter = Callable[[str, Sequence[tuple[int, int]]], TextCount]
@@ -135,4 +135,4 @@ def text_limit(config: Config, family: Family) -> TextLimit:
     tokens = config.model.max_sequence_length or most
     if tokens > most:
         raise ConfigError(f"model.max_sequence_length is {tokens}; {family.name} takes at most {most}")
-    return TextLimit(tokens, truncate=config.model.on_long_prompt == "truncate")
+    return TextLimit(tokens, truncate=config.model.on_long_prompt == "truncate", most=most)

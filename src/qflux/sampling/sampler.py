@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from qflux.data.encoded import TextEmbedding
 from qflux.errors import ConfigError
-from qflux.losses.timesteps import BASE_SHIFT, BASE_TOKENS, MAX_SHIFT, MAX_TOKENS
+from qflux.losses.timesteps import NoiseShift
 from qflux.models.family import Family, ModelInputs
 from qflux.ragged.interleave import Interleave
 from qflux.ragged.layout import ImageShape, image_tokens
@@ -101,13 +101,9 @@ def schedules(scheduler: Any, target_tokens: Sequence[int], steps: int, device: 
 
 
 def _one_schedule(scheduler: Any, tokens: int, steps: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    own, config = copy.deepcopy(scheduler), scheduler.config
-    base, top = config.get("base_image_seq_len", BASE_TOKENS), config.get("max_image_seq_len", MAX_TOKENS)
-    low, high = config.get("base_shift", BASE_SHIFT), config.get("max_shift", MAX_SHIFT)
-    slope = (high - low) / (top - base)
-    own.set_timesteps(
-        sigmas=np.linspace(1.0, 1 / steps, steps), mu=tokens * slope + (low - slope * base), device=device
-    )
+    own, shift = copy.deepcopy(scheduler), NoiseShift.of(scheduler)
+    mu = None if shift.constant is not None else shift.mu(tokens)
+    own.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu, device=device)
     if not bool(torch.isfinite(own.sigmas).all()):
         raise ConfigError(f"num_inference_steps: {steps} gives this model no schedule", "use at least 2.")
     return own.sigmas.to(device), own.timesteps / own.config.num_train_timesteps

@@ -74,19 +74,16 @@ class Checkpoints:
         self._keep = keep
         self._world = world or World()
 
-    def epoch_starts(self, identity: Mapping[str, Any]) -> list[int] | None:
-        """The plan's known epochs, from the newest checkpoint of a run with this data."""
-        return self._world.share(self._known_starts(identity) if self._world.is_first else None)
+    def before(self) -> dict[str, Any] | None:
+        """The state of the run so far without its tensors, from the newest complete checkpoint."""
+        return self._world.share(self._newest_state() if self._world.is_first else None)
 
-    def _known_starts(self, identity: Mapping[str, Any]) -> list[int] | None:
+    def _newest_state(self) -> dict[str, Any] | None:
         for folder in reversed(self._all()):
-            if _fault(folder) is not None:
-                continue
             try:
-                saved = json.loads((folder / "state.json").read_text())
-                if all(saved["settings"].get(key) == value for key, value in plain(dict(identity)).items()):
-                    return [int(start) for start in saved["epoch_starts"]]
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                if _fault(folder) is None:
+                    return dict(json.loads((folder / "state.json").read_text()))
+            except (OSError, ValueError, TypeError):
                 continue
         return None
 

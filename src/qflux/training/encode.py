@@ -155,7 +155,9 @@ class _KeyMaker:
     def _text(self, sample: SizedExample, variant: Variant) -> str:
         controls = zip(sample.facts[1:], sample.views, strict=True) if variant.controls else ()
         seen = [(fact.hash, view.key) for fact, view in controls if view]
-        prompt = (self._family, sample.example.prompt if variant.caption else "", seen, self._length)
+        # Until 0.1.0 the limit counted the tokens of images too, and long prompts with images were cut differently.
+        limit = [self._length, "words"] if seen else self._length
+        prompt = (self._family, sample.example.prompt if variant.caption else "", seen, limit)
         return key_of("text", VERSION, prompt, self._text_identity, self._dtype)
 
 

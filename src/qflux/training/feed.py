@@ -23,7 +23,7 @@ from qflux.data.store import seed_of
 from qflux.data.stored import StoredSample
 from qflux.errors import DataError, QfluxError
 from qflux.losses.objective import StepSize, sample_weight
-from qflux.losses.timesteps import draw
+from qflux.losses.timesteps import NoiseLevels
 from qflux.models.family import Encoder, TextCounter
 from qflux.training.encode import OpenedExample, TrainingSample, encode_example, open_example
 
@@ -125,11 +125,13 @@ class Feed:
         config: Config,
         samples: Sequence[TrainingSample],
         provider: Provider,
+        levels: NoiseLevels,
         channels: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         self._config = config
+        self._levels = levels
         self._samples = samples
         self._provider = provider
         self._channels = channels
@@ -155,7 +157,7 @@ class Feed:
         config, tokens = self._config, sample.target_tokens
         variant = WHOLE if assigned.drops_nothing else drawn_variant(config, sample.id, visit)
         content = read_named(self._provider, sample, variant)
-        sigma, noise = draw(config.seed, sample.id, visit, tokens, self._channels, config.loss.timesteps)
+        sigma, noise = self._levels.draw(config.seed, sample.id, visit, tokens, self._channels)
         weight = sample_weight(config.loss, assigned.size, tokens, sigma, sample.example.is_prior)
         return _Read(content, sigma, noise, 0.0 if assigned.is_stand_in else weight)
 

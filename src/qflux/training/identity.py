@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from qflux.config import Config
 from qflux.data.store import key_of
@@ -21,6 +22,8 @@ _PATH_KEYS = (
     "caption_dropout",
     "control_dropout",
 )
+NOISE_SHIFT = "noise schedule"
+"""The shift that a run draws its noise levels with; runs of before 0.1.0 have none recorded."""
 _LENGTH_MATTERS = ("linear", "cosine", "cosine_with_restarts", "polynomial")
 
 
@@ -54,3 +57,10 @@ def data_identity(config: Config, samples: Sequence[TrainingSample], world_size:
         * config.train.gradient_accumulation_steps,
         "data (samples)": key_of(content)[:16],
     }
+
+
+def known_starts(before: Mapping[str, Any] | None, identity: Mapping[str, object]) -> list[int] | None:
+    """The first steps of the epochs that the run so far knows, if it is a run with this data."""
+    if before is None or any(before["settings"].get(key) != value for key, value in identity.items()):
+        return None
+    return [int(start) for start in before["epoch_starts"]]

@@ -23,6 +23,7 @@ from qflux.data.plan import PlannedStep, TrainingPlan
 from qflux.data.store import seed_of
 from qflux.errors import CheckpointError, Interrupted, QfluxError
 from qflux.losses.objective import Objective, StepSize
+from qflux.losses.timesteps import NoiseLevels
 from qflux.models.family import Encoder
 from qflux.training.checkpoint import Checkpoints, TrainingState
 from qflux.training.distributed import World
@@ -95,6 +96,7 @@ class Run:
         total: int,
         model: TrainedModel,
         checkpoints: Checkpoints,
+        levels: NoiseLevels,
         decoder: Callable[[], tuple[Encoder, Any]],
         device: torch.device,
         stop: StopRequest,
@@ -113,11 +115,11 @@ class Run:
         self._listener = listener
         self._objective = Objective(config.loss)
         channels, dtype = model.family.image_channels, getattr(torch, config.model.dtype)
-        self._feed = Feed(config, self._samples, provider, channels, device, dtype)
+        self._feed = Feed(config, self._samples, provider, levels, channels, device, dtype)
         self._update = self._build_update()
         self._state = TrainingState(self._update, plan)
         self._largest, self._largest_visits = plan.largest(min(checkpoints.newest_step(), total - 1), total)
-        self._held_out = HeldOutLoss(config, planned.held_out, provider, world, device)
+        self._held_out = HeldOutLoss(config, planned.held_out, provider, levels, world, device)
         self._edits: HeldOutEdits | None = None
         if planned.held_out and config.validation.images:
             self._edits = HeldOutEdits(config, planned.held_out, provider, *decoder(), device)

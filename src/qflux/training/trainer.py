@@ -13,8 +13,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,6 +31,7 @@ from qflux.data.claims import Claims
 from qflux.data.inspect import Inspected, inspect
 from qflux.data.samples import SizedExample
 from qflux.errors import CheckpointError, ConfigError, DataError, collected
+from qflux.losses.timesteps import NoiseLevels, NoiseShift
 from qflux.models import Family, get_family
 from qflux.models.family import Encoder, TextCount, TextCounter, text_limit
 from qflux.models.loading import load_transformer
@@ -48,7 +50,7 @@ from qflux.training.encode import (
 from qflux.training.feed import FromCache, FromImages, Provider, training_plan
 from qflux.training.fill import CacheFiller, CacheReport
 from qflux.training.fill import Listener as CacheListener
-from qflux.training.identity import data_identity, path_settings
+from qflux.training.identity import NOISE_SHIFT, data_identity, known_starts, path_settings
 from qflux.training.interrupt import deferred_signals, exclusive
 from qflux.training.metrics import Listener
 from qflux.training.model import TrainedModel
@@ -152,11 +154,13 @@ class Trainer:
         plan = training_plan(config, planned.training, provider, world.size)
         identity = data_identity(config, planned.training, world.size)
         checkpoints = Checkpoints(config.run_dir / "checkpoints", config.train.keep_checkpoints, world=world)
-        plan.starts = checkpoints.epoch_starts(identity) or plan.starts
+        before = checkpoints.before()
+        plan.starts = known_starts(before, identity) or plan.starts
         total = plan.total_steps(config.train.max_train_steps, config.train.num_epochs)
         if total == 0:
             raise ConfigError("no sample is due in the epochs to train", "raise train.num_epochs or the weights.")
-        checkpoints.settings = path_settings(config, total) | identity
+        levels, schedule = self._noise_levels(before)
+        checkpoints.settings = path_settings(config, total) | identity | schedule
         world.first(lambda: checkpoints.require_usable(total))
         require_parts(config, self.family, total)
         logger.info("%d samples, %d steps, %d processes", len(planned.training), total, world.size)
@@ -176,12 +180,38 @@ class Trainer:
                 total,
                 model,
                 checkpoints,
+                levels,
                 self._decoder,
                 self.device,
                 stop,
                 listener,
             )
             return run()
+
+    def _noise_levels(self, before: Mapping[str, Any] | None) -> tuple[NoiseLevels, dict[str, object]]:
+        """Noise levels on the model's own schedule, and what a checkpoint records of it.
+
+        A run that began on another schedule, as `before` tells, stays on that one.
+        """
+        timesteps = self.config.loss.timesteps
+        if timesteps.shift != "resolution":
+            return NoiseLevels(timesteps), {}
+        components = self.family.load(self.config.model.pretrained, ("scheduler",), self.dtype, self.device)
+        own = began = NoiseShift.of(components.scheduler)
+        if before is not None:
+            # Until 0.1.0 every family trained on FLUX.1's schedule, and nothing was recorded.
+            recorded = before["settings"].get(NOISE_SHIFT)
+            began = NoiseShift(**recorded) if recorded else NoiseShift()
+        if began != own:
+            logger.warning(
+                "this run began on a noise schedule with a shift of %s and goes on with it; that of %s is %s: "
+                "a run of another name takes it",
+                began,
+                self.config.model.pretrained,
+                own,
+            )
+        is_old = before is not None and NOISE_SHIFT not in before["settings"]
+        return NoiseLevels(timesteps, began), {} if is_old else {NOISE_SHIFT: asdict(began)}
 
     def _decoder(self) -> tuple[Encoder, Any]:
         """What turns latents into pictures, and the schedule to make them on."""

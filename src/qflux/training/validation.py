@@ -9,7 +9,7 @@ Nothing but the cache and the VAE's decoder is needed. All ranks take part: a sh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from qflux.data.images import to_image
 from qflux.data.loader import read_ahead
 from qflux.data.store import key_of, seed_of
 from qflux.losses.mse import MseLoss
-from qflux.losses.timesteps import fixed_draw
+from qflux.losses.timesteps import NoiseLevels, NoiseShift
 from qflux.models.family import Encoder
 from qflux.ragged.transfer import upload
 from qflux.sampling.drift import Drift, drift_between
@@ -64,10 +64,12 @@ class HeldOutLoss:
         config: Config,
         samples: Sequence[TrainingSample],
         provider: Provider,
+        noise: NoiseLevels,
         world: World,
         device: torch.device,
     ) -> None:
         self._config = config
+        self._noise = noise
         self._provider = provider
         self._world = world
         self._device = device
@@ -76,8 +78,9 @@ class HeldOutLoss:
         chosen = list(samples)[: config.validation.max_samples]
         self._trials = [_Trial(sample, level) for sample in chosen for level in range(self._levels)]
         self._batches = self._packed()
-        timesteps = config.loss.timesteps.model_dump(mode="json")
-        self.measure = key_of([sample.address for sample in chosen], self._levels, config.seed, timesteps)[:16]
+        timesteps = [config.loss.timesteps.model_dump(mode="json")]
+        timesteps += [asdict(noise.shift)] if noise.shift != NoiseShift() else []
+        self.measure = key_of([sample.address for sample in chosen], self._levels, config.seed, *timesteps)[:16]
         """Losses of the same measure can be compared."""
 
     def __bool__(self) -> bool:
@@ -126,14 +129,13 @@ class HeldOutLoss:
     def _collate(self, places: list[int], content: list[Any]) -> EditBatch:
         examples = [self._provider.finish(item) for item in content]
         drawn = [
-            fixed_draw(
+            self._noise.fixed_draw(
                 self._config.seed,
                 example.id,
                 self._trials[place].level,
                 self._levels,
                 example.target_tokens,
                 example.latents[0].shape[-1],
-                self._config.loss.timesteps,
             )
             for place, example in zip(places, examples, strict=True)
         ]

@@ -30,6 +30,8 @@ class QwenImageEncoder:
     def encode_text(self, prompts: Sequence[Prompt]) -> list[TextEmbedding]:
         encoder = self._parts.text_encoder
         processor = self._parts.processor or PromptProcessor(self._parts.tokenizer, None)
+        words = [self._template.words(processor, prompt.text) for prompt in prompts]
+        cut = [self._limit.apply(count, prompt.text) for count, prompt in zip(words, prompts, strict=True)]
         texts = [self._template.fill(prompt.text, len(prompt.images)) for prompt in prompts]
         inputs = processor(text=texts, images=[i for p in prompts for i in p.images] or None).to(encoder.device)
         # The pipelines pass nothing that tells image tokens from text tokens, so neither does this: see decisions.md.
@@ -41,10 +43,9 @@ class QwenImageEncoder:
             output_hidden_states=True,
         ).hidden_states[-1]
         embeddings = split_valid(hidden, inputs["attention_mask"], self._template.drop)
-        return [
-            TextEmbedding(tokens[: self._limit.tokens], is_cut=self._limit.apply(len(tokens), prompt.text))
-            for tokens, prompt in zip(embeddings, prompts, strict=True)
-        ]
+        # Images come before the words, so what is beyond the limit is cut off the end and the images stay whole.
+        kept = [len(t) - max(0, count - self._limit.tokens) for t, count in zip(embeddings, words, strict=True)]
+        return [TextEmbedding(t[:end], is_cut=is_cut) for t, end, is_cut in zip(embeddings, kept, cut, strict=True)]
 
     @torch.no_grad()
     def encode_images(self, pixels: Sequence[Tensor]) -> list[Tensor]:
@@ -75,7 +76,8 @@ def text_counter(components: QwenImageComponents, limit: TextLimit, template: Te
     processor = components.processor or PromptProcessor(components.tokenizer, None)
 
     def count(prompt: str, sizes: Sequence[tuple[int, int]]) -> TextCount:
-        wanted = processor.count(template.fill(prompt, len(sizes)), sizes) - template.drop
-        return TextCount(used=min(wanted, limit.tokens), wanted=wanted)
+        total = processor.count(template.fill(prompt, len(sizes)), sizes) - template.drop
+        words = template.words(processor, prompt)
+        return TextCount(used=total - max(0, words - limit.tokens), wanted=words)
 
     return count

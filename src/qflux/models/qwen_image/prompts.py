@@ -46,6 +46,10 @@ class Template:
             f"<|im_start|>user\n{pictures}{prompt}<|im_end|>\n<|im_start|>assistant\n"
         )
 
+    def words(self, processor: PromptProcessor, prompt: str) -> int:
+        """Tokens that the limit on prompts is about: the embedding's, had the prompt no images."""
+        return processor.count(self.fill(prompt, 0), []) - self.drop
+
 
 DESCRIBE = (
     "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
