@@ -68,7 +68,8 @@ def test_the_additional_condition_is_per_sample(zero_cond_t):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"img_shapes": [[(1, 3, 4)]]}, "img_shapes has 1 samples"),
+        ({"img_shapes": [[(1, 3, 4)]] * 3}, "img_shapes has 3 samples"),
+        ({"img_shapes": []}, "img_shapes has 0 samples"),
         ({"img_shapes": [[(1, 9, 9)], [(1, 2, 2)]]}, "asks for 81 image tokens"),
         ({"img_shapes": [[(1, 3, 3)], [(1, 2, 2)]]}, "disagree"),
         ({"encoder_hidden_states_mask": torch.ones(2, 3)}, "encoder_hidden_states_mask has shape"),

@@ -245,9 +245,13 @@ def test_without_numbers_of_its_own_a_schedule_is_flux():
 
 
 def test_densities_have_their_distributions():
-    uniform = [NoiseLevels(TimestepSettings(density="uniform", shift="none")).draw(0, str(i), 0, 1, 1)[0] for i in range(2000)]
+    uniform = [
+        NoiseLevels(TimestepSettings(density="uniform", shift="none")).draw(0, str(i), 0, 1, 1)[0] for i in range(2000)
+    ]
     normal = [
-        NoiseLevels(TimestepSettings(density="logit_normal", mean=0.5, std=0.8, shift="none")).draw(0, str(i), 0, 1, 1)[0]
+        NoiseLevels(TimestepSettings(density="logit_normal", mean=0.5, std=0.8, shift="none")).draw(0, str(i), 0, 1, 1)[
+            0
+        ]
         for i in range(2000)
     ]
     logits = torch.tensor(normal).logit()

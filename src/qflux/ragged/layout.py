@@ -186,7 +186,7 @@ class PaddedLayout(RaggedLayout):
 
 def image_tokens(shapes: Sequence[ImageShape]) -> int:
     """How many tokens these images are together."""
-    return sum(rows * columns for _, rows, columns in shapes)
+    return sum(frames * rows * columns for frames, rows, columns in shapes)
 
 
 def padding_ratio(*batches: Sequence[int]) -> float:

@@ -13,12 +13,14 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.transformer_flux import (
     FluxAttention,
+    FluxAttnProcessor,
     FluxSingleTransformerBlock,
     FluxTransformerBlock,
 )
 from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
+from qflux.models.compat import register_blocks, require_plain_attention, take_mask
 from qflux.models.padding import Padding
 from qflux.ragged.attention import contiguous_gradient
 from qflux.ragged.heads import join_heads, join_turned_heads, turned_heads
@@ -106,12 +108,16 @@ class RaggedFluxSingleBlock(FluxSingleTransformerBlock):
 class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
     """diffusers' FLUX transformer that also takes samples of different sizes in one batch."""
 
+    # A pipeline saves its parts by module and class. It computes the same with diffusers' own class, which everybody
+    # can load, so that is the one to name.
+    __module__ = diffusers.FluxTransformer2DModel.__module__
     _no_split_modules: ClassVar = ["RaggedFluxBlock", "RaggedFluxSingleBlock"]
     _repeated_blocks: ClassVar = ["RaggedFluxBlock", "RaggedFluxSingleBlock"]
 
     @functools.wraps(diffusers.FluxTransformer2DModel.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        register_blocks(RaggedFluxBlock, RaggedFluxSingleBlock)
         # The same modules under the same names, hence the same checkpoints; only `forward` gains a case.
         for block in self.transformer_blocks:
             block.__class__ = RaggedFluxBlock
@@ -138,7 +144,7 @@ class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
     ) -> Transformer2DModelOutput | tuple[Tensor]:
         """diffusers' arguments, and two ways to pass samples that differ.
 
-        Padded: `img_ids` may be `(B, S, 3)`, and `attention_mask` `(B, text + S)`, bool or 0/1, says which tokens are
+        Padded: `img_ids` may be `(S, 3)`, `(1, S, 3)` or `(B, S, 3)`, and `attention_mask` `(B, text + S)`, bool or 0/1, says which tokens are
         valid. Padding is removed before anything is computed; its output rows are exactly zero.
 
         Packed: with `layout`, `hidden_states` is `(N, in_channels)`, `encoder_hidden_states` `(L, text channels)`,
@@ -147,6 +153,9 @@ class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
 
         One sample, or samples of one shape with nothing masked, run diffusers' forward itself.
         """
+        joint_attention_kwargs, attention_mask = take_mask(
+            "joint_attention_kwargs", joint_attention_kwargs, attention_mask
+        )
         conditions = {
             "pooled_projections": pooled_projections,
             "timestep": timestep,
@@ -173,11 +182,13 @@ class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
         conditions: dict[str, Any],
     ) -> Tensor:
         """diffusers' convention: an ordinary batch as it is, anything else packed, run, and put back into zeros."""
-        _check_ids("img_ids", img_ids, image)
-        _check_ids("txt_ids", txt_ids, text)
+        img_ids, txt_ids = _checked_ids("img_ids", img_ids, image), _checked_ids("txt_ids", txt_ids, text)
+        ids = {"img_ids": _first(img_ids), "txt_ids": _first(txt_ids)}
+        if mask is None and img_ids.ndim == txt_ids.ndim == 2:
+            # Decided without a look at any value, so that this call can be compiled and exported whole.
+            return super().forward(image, text, **ids, **conditions, return_dict=False)[0]
         padding = Padding.of(text, image, mask)
         if padding.is_empty and _shared(img_ids) and _shared(txt_ids):
-            ids = {"img_ids": _first(img_ids), "txt_ids": _first(txt_ids)}
             return super().forward(image, text, **ids, **conditions, return_dict=False)[0]
         img_ids = padding.pack_image(img_ids.expand(len(image), -1, -1))
         txt_ids = padding.pack_text(txt_ids.expand(len(text), -1, -1))
@@ -207,6 +218,7 @@ class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
             ids = {"img_ids": img_ids[0], "txt_ids": txt_ids[0]}
             return super().forward(image, text, **ids, **conditions, return_dict=False)[0].flatten(0, 1)
         _refuse(conditions)
+        require_plain_attention((*self.transformer_blocks, *self.single_transformer_blocks), FluxAttnProcessor)
         known = ("pooled_projections", "timestep", "guidance", "joint_attention_kwargs")
         return self._forward_ragged(image, text, img_ids, txt_ids, layout, **{name: conditions[name] for name in known})
 
@@ -265,10 +277,13 @@ def _refuse(conditions: dict[str, Any]) -> None:
         raise ValueError(f"joint_attention_kwargs {unknown} are not supported for samples of different sizes.")
 
 
-def _check_ids(name: str, ids: Tensor, tokens: Tensor) -> None:
+def _checked_ids(name: str, ids: Tensor, tokens: Tensor) -> Tensor:
+    """Position ids `(S, 3)` of all samples or `(B, S, 3)` of each; one entry for the batch is the former."""
+    ids = ids[0] if ids.ndim == 3 and len(ids) == 1 else ids
     batch, width = tokens.shape[:2]
-    if tuple(ids.shape) not in ((width, 3), (batch, width, 3)):
+    if not torch.compiler.is_compiling() and tuple(ids.shape) not in ((width, 3), (batch, width, 3)):
         raise ValueError(f"{name} has shape {tuple(ids.shape)}; expected {(width, 3)} or {(batch, width, 3)}.")
+    return ids
 
 
 def _shared(ids: Tensor) -> bool:

@@ -13,10 +13,14 @@ from typing import Any, ClassVar
 import diffusers
 import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
-from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
+from diffusers.models.transformers.transformer_qwenimage import (
+    QwenDoubleStreamAttnProcessor2_0,
+    QwenImageTransformerBlock,
+)
 from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
+from qflux.models.compat import mask_from_lengths, register_blocks, require_plain_attention, take_mask
 from qflux.models.padding import Padding, as_bool
 from qflux.ragged.heads import join_heads, join_turned_heads
 from qflux.ragged.layout import ImageShape, PackedLayout, RaggedLayout, image_tokens
@@ -96,12 +100,15 @@ class RaggedQwenImageBlock(QwenImageTransformerBlock):
 class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
     """diffusers' Qwen-Image transformer that also takes samples of different sizes and image counts in one batch."""
 
+    # A pipeline saves its parts by module and class: see FLUX's transformer.
+    __module__ = diffusers.QwenImageTransformer2DModel.__module__
     _no_split_modules: ClassVar = ["RaggedQwenImageBlock"]
     _repeated_blocks: ClassVar = ["RaggedQwenImageBlock"]
 
     @functools.wraps(diffusers.QwenImageTransformer2DModel.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        register_blocks(RaggedQwenImageBlock)
         # The same modules under the same names, hence the same checkpoints; only `forward` gains a case.
         for block in self.transformer_blocks:
             block.__class__ = RaggedQwenImageBlock
@@ -121,11 +128,12 @@ class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
         layout: RaggedLayout | None = None,
+        txt_seq_lens: Sequence[int] | None = None,
     ) -> Transformer2DModelOutput | tuple[Tensor]:
         """diffusers' arguments, and two ways to pass samples that differ.
 
         Padded: `img_shapes` may differ per sample, in sizes and in number; image tokens beyond a sample's own are
-        padding. `encoder_hidden_states_mask` `(B, P)` gives each sample its own text. `attention_mask` `(B, P + S)`,
+        padding. Shapes of fewer samples, one entry per prompt, are each repeated for the images of their prompt. `encoder_hidden_states_mask` `(B, P)` gives each sample its own text. `attention_mask` `(B, P + S)`,
         bool or 0/1, may say both instead. Padding is removed before anything is computed; its output rows are zero.
         `image_rotary_emb` may hold precomputed positions: complex image `(B, S, D / 2)` and text `(B, P, D / 2)`.
 
@@ -134,6 +142,7 @@ class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
 
         One sample, or samples of one shape with nothing masked, run diffusers' forward itself.
         """
+        attention_kwargs, attention_mask = take_mask("attention_kwargs", attention_kwargs, attention_mask)
         conditions = {
             "timestep": timestep,
             "guidance": guidance,
@@ -142,12 +151,13 @@ class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
             "additional_t_cond": additional_t_cond,
         }
         if layout is not None:
-            shapes = _as_lists(img_shapes)
+            shapes = _as_lists(img_shapes, layout.batch_size)
             output = self._forward_packed(
                 hidden_states, encoder_hidden_states, shapes, image_rotary_emb, layout, conditions
             )
         else:
-            masks = (encoder_hidden_states_mask, attention_mask)
+            text_mask = mask_from_lengths(txt_seq_lens, encoder_hidden_states, encoder_hidden_states_mask)
+            masks = (text_mask, attention_mask)
             output = self._forward_padded(
                 hidden_states, encoder_hidden_states, img_shapes, masks, image_rotary_emb, conditions
             )
@@ -163,11 +173,15 @@ class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
         conditions: dict[str, Any],
     ) -> Tensor:
         """diffusers' convention: an ordinary batch as it is, anything else packed, run, and put back into zeros."""
-        shapes = _as_lists(img_shapes)
-        padding = _padding(text, image, *masks, shapes)
+        shapes = _as_lists(img_shapes, len(image))
         alike = shapes is not None and all(sample == shapes[0] for sample in shapes)
+        ordinary = alike and turns is None and masks[1] is None and image_tokens(shapes[0]) == image.shape[1]
+        if ordinary and (masks[0] is None or torch.compiler.is_compiling()):
+            # Decided without a look at any value, so that this call can be compiled and exported whole.
+            return super().forward(image, text, masks[0], img_shapes=shapes, **conditions, return_dict=False)[0]
+        padding = _padding(text, image, *masks, shapes)
         if padding.is_empty and turns is None and alike:
-            return super().forward(image, text, masks[0], img_shapes=img_shapes, **conditions, return_dict=False)[0]
+            return super().forward(image, text, masks[0], img_shapes=shapes, **conditions, return_dict=False)[0]
         places = [row.nonzero().squeeze(1) for row in padding.text]
         whole = all(len(place) == 0 or int(place[-1]) == len(place) - 1 for place in places)
         layout = PackedLayout.build(
@@ -199,6 +213,7 @@ class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
                 super().forward(image, text, None, img_shapes=shapes, **conditions, return_dict=False)[0].flatten(0, 1)
             )
         _refuse(conditions)
+        require_plain_attention(self.transformer_blocks, QwenDoubleStreamAttnProcessor2_0)
         turns = turns or self.positions(shapes, layout.text_lengths, image.device)
         known = ("timestep", "additional_t_cond", "attention_kwargs")
         return self._forward_ragged(image, text, shapes, turns, layout, **{name: conditions[name] for name in known})
@@ -221,7 +236,8 @@ class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
             places = None if text_places is None else text_places[index]
             reach = length if places is None else int(places[-1]) + 1 if len(places) else 0
             farthest = max(max(rows, columns) // 2 for _, rows, columns in shapes) + reach
-            if len(shapes) > MOST_IMAGES or farthest > POSITIONS:
+            frames = max(number + count for number, (count, _, _) in enumerate(shapes))
+            if frames > MOST_IMAGES or farthest > POSITIONS:
                 raise ValueError(
                     f"sample {index} has {len(shapes)} images and needs {farthest} positions; there are {POSITIONS}."
                 )
@@ -275,8 +291,6 @@ def _padding(
     if text_mask is not None:
         text_valid = text_valid & as_bool("encoder_hidden_states_mask", text_mask, (len(text), text.shape[1]))
     if shapes is not None:
-        if len(shapes) != len(image):
-            raise ValueError(f"img_shapes has {len(shapes)} samples, hidden_states {len(image)}.")
         lengths = torch.tensor([image_tokens(sample) for sample in shapes], device=image.device)
         if int(lengths.max()) > image.shape[1]:
             raise ValueError(
@@ -289,12 +303,18 @@ def _padding(
     return Padding(text_valid, image_valid)
 
 
-def _as_lists(img_shapes: ImgShapes | None) -> list[list[ImageShape]] | None:
-    """Shapes per sample; diffusers also takes a bare `(1, rows, columns)` for a sample with one image."""
+def _as_lists(img_shapes: ImgShapes | None, batch: int) -> list[list[ImageShape]] | None:
+    """Shapes per sample; diffusers also takes a bare `(1, rows, columns)` for a sample with one image.
+
+    Its pipelines give one entry per prompt, whatever `num_images_per_prompt` is: each stands for that many samples.
+    """
     if img_shapes is None:
         return None
+    if not img_shapes or batch % len(img_shapes):
+        raise ValueError(f"img_shapes has {len(img_shapes)} samples, hidden_states {batch}.")
     nested: list[Any] = [[sample] if isinstance(sample[0], int) else sample for sample in img_shapes]
-    return [[tuple(shape) for shape in sample] for sample in nested]
+    lists = [[tuple(shape) for shape in sample] for sample in nested]
+    return [sample for sample in lists for _ in range(batch // len(lists))]
 
 
 def _pack_rotary(turns: tuple[Tensor, Tensor], padding: Padding) -> tuple[Tensor, Tensor]:
