@@ -6,6 +6,8 @@ line prints it without a traceback and exits with code 2; anything else is a bug
 
 from __future__ import annotations
 
+import reprlib
+
 
 class QfluxError(Exception):
     """Base of all errors caused by input rather than by a bug.
@@ -39,6 +41,19 @@ class CacheError(QfluxError):
 
 class CheckpointError(QfluxError):
     """A checkpoint, an adapter or a model folder can't be used."""
+
+
+LONGEST = 200
+"""Characters of somebody's value that a message repeats."""
+_SHORTENED = reprlib.Repr()
+_SHORTENED.maxstring = _SHORTENED.maxother = LONGEST
+_SHORTENED.maxlong, _SHORTENED.maxlist, _SHORTENED.maxdict, _SHORTENED.maxlevel = 60, 8, 8, 3
+
+
+def cut(value: object) -> str:
+    """A value as a message shows it: shortened if it is long. It may be a megabyte, or hold itself."""
+    text = _SHORTENED.repr(value)
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 
 def collected(kind: type[QfluxError], headline: str, problems: list[str], remedy: str = "") -> QfluxError:

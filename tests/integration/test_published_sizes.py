@@ -8,8 +8,8 @@ import diffusers
 import pytest
 import torch
 from PIL import Image
-from published import photo, published, save_published
 
+from published import photo, published, save_published
 from qflux.cli import main
 from qflux.data.encoded import Prompt, TextLimit
 from qflux.errors import DataError

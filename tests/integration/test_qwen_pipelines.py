@@ -42,12 +42,12 @@ def project(request, tmp_path_factory):
             "data": {
                 "path": str(folder / "data"),
                 "batch_size": 3,
-                "processor": {"target_size": [HEIGHT, WIDTH], "controls_size": [[WIDTH, HEIGHT]]},
+                "processor": {"target_size": [HEIGHT, WIDTH], "controls_size": [[HEIGHT, WIDTH], [WIDTH, HEIGHT]]},
             },
             "lora": {"rank": 4, "alpha": 6},
             "optimizer": {"init_args": {"lr": 0.03}},
             "train": {"max_train_steps": 6},
-            "predict": {"num_inference_steps": 3},
+            "predict": {"num_inference_steps": 3, "preprocessing": "config"},
         }
     )
     trainer = Trainer(config)

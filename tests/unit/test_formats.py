@@ -69,7 +69,7 @@ EVERYTHING = (
 def test_diffusers_to_comfyui_and_back_is_bit_identical(name, targets, tmp_path):
     family, transformer, names = model(name)
     record = Record(family.name)
-    lora = {n: layer for n, layer in random_lora(names, targets).items() if "norm_out" not in n}
+    lora = random_lora(names, targets)
     save_verified(tmp_path / "a.safetensors", lora, "diffusers", names, record)
     first = read_adapter(tmp_path / "a.safetensors").layers(family, transformer)
     save_verified(tmp_path / "b.safetensors", first, "comfyui", names, record)
@@ -224,9 +224,21 @@ def test_queries_keys_and_values_of_different_strength_go_there_and_back(alphas,
 
 def test_a_layer_that_the_original_model_lacks_is_refused_by_name(tmp_path):
     family, _, names = model("flux-kontext")
+    names = replace(names, fused={k: v for k, v in names.fused.items() if "final_layer.adaLN" not in k})
     lora = random_lora(names, ("norm_out.linear",))
     with pytest.raises(CheckpointError, match=r"norm_out\.linear has no counterpart"):
         save_verified(tmp_path / "c.safetensors", lora, "comfyui", names, Record(family.name))
+
+
+def test_the_last_modulation_is_shift_and_scale_there_and_scale_and_shift_here():
+    _, _, names = model("flux-kontext")
+    ((name, layer),) = random_lora(names, ("norm_out.linear",)).items()
+    theirs = to_format({name: layer}, "comfyui", names)
+    up = theirs["lora_unet_final_layer_adaLN_modulation_1.lora_up.weight"]
+    half = len(up) // 2
+    assert torch.equal(up[:half], layer.up[half:])
+    assert torch.equal(up[half:], layer.up[:half])
+    assert same({name: layer}, from_tensors("x", theirs, names)) is None
 
 
 def test_a_file_that_fails_its_check_does_not_replace_the_previous_one(tmp_path):
@@ -382,7 +394,131 @@ def test_a_file_that_does_not_read_back_is_not_written_and_the_previous_one_stay
     assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]
 
 
-def test_dora_can_be_fused_into_no_original_layer_and_says_so(tmp_path):
-    _, _, names = model("flux-kontext")
-    with pytest.raises(CheckpointError, match=r"DoRA of .* can't be put together"):
-        to_format(random_lora(names, ATTENTION, dora=True), "comfyui", names)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_dora_is_refused_for_comfyui_with_the_reason(name):
+    """ComfyUI divides by the norm of the base alone (`weight_decompose` in its `weight_adapter/base.py`)."""
+    _, _, names = model(name)
+    with pytest.raises(CheckpointError, match="divides by the norm of the base weight") as error:
+        to_format(random_lora(names, ("to_out.0",), dora=True), "comfyui", names)
+    assert "merged" in error.value.remedy
+
+
+@pytest.mark.parametrize("alpha", [4.0, 10.0])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_dora_loads_into_diffusers_with_its_strength_and_back(name, alpha, tmp_path, caplog):
+    family, transformer, names = model(name)
+    lora = random_lora(names, ATTENTION, alpha=alpha, dora=True)
+    odd = next(iter(lora))
+    lora[odd] = replace(lora[odd], alpha=1.0)
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    save_verified(file, lora, "diffusers", names, Record(name))
+    assert same(lora, read_adapter(file).layers(family, transformer)) is None
+    attach(transformer, lora, "mine")
+    set_weights(transformer, {"mine": 1.0})
+    parts = family.tiny(0)
+    pipeline = getattr(diffusers, family.pipeline)(**{k: v for k, v in vars(parts).items() if v is not None})
+    logging.getLogger("diffusers").propagate = True
+    with caplog.at_level(logging.WARNING):
+        pipeline.load_lora_weights(tmp_path)
+    assert not [record.message for record in caplog.records if "led to" in record.message]
+    assert torch.allclose(probe(pipeline.transformer, family), probe(transformer, family), atol=1e-5)
+
+
+def flat(lora: LoraLayers, prefix: str) -> dict[str, torch.Tensor]:
+    """diffusers' names with underscores, as OneTrainer and SimpleTuner write them."""
+    tensors = {}
+    for name, layer in lora.items():
+        key = f"{prefix}{name.replace('.', '_')}"
+        tensors |= {f"{key}.lora_down.weight": layer.down, f"{key}.lora_up.weight": layer.up}
+        tensors[f"{key}.alpha"] = torch.tensor(layer.alpha)
+    return tensors
+
+
+@pytest.mark.parametrize("prefix", ["lora_transformer_", "lycoris_"], ids=["OneTrainer", "SimpleTuner"])
+@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit"])
+def test_files_of_other_trainers_load_with_their_strength(name, prefix, tmp_path):
+    family, transformer, names = model(name)
+    lora = random_lora(names, EVERYTHING, alpha=3.0)
+    save_file(flat(lora, prefix), tmp_path / "x.safetensors")
+    assert same(lora, read_adapter(tmp_path / "x.safetensors").layers(family, transformer)) is None
+
+
+@pytest.mark.parametrize("prefix", ["lora_te1_", "lora_te2_", "lora_te_", "text_encoder.", "text_encoder_2."])
+def test_layers_of_a_text_encoder_are_left_out_with_a_word(prefix, tmp_path, caplog):
+    family, transformer, names = model("flux-kontext")
+    lora = random_lora(names, ATTENTION)
+    tensors = to_format(lora, "comfyui", names)
+    tensors[f"{prefix}text_model_encoder_layers_0_mlp_fc1.lora_down.weight"] = torch.ones(4, 8)
+    tensors[f"{prefix}text_model_encoder_layers_0_mlp_fc1.lora_up.weight"] = torch.ones(8, 4)
+    save_file(tensors, tmp_path / "x.safetensors")
+    loaded = read_adapter(tmp_path / "x.safetensors").layers(family, transformer)
+    assert require_same_output(transformer, family, lora, loaded) < 1e-5
+    assert "2 tensors of text encoders are left out" in caplog.text
+
+
+def test_a_lokr_of_another_program_is_named(tmp_path):
+    family, transformer, _ = model("flux-kontext")
+    key = "lycoris_transformer_blocks_0_attn_to_q"
+    save_file({f"{key}.lokr_w1": torch.ones(2, 2)}, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match="LoKr or LoHa of another program"):
+        read_adapter(tmp_path / "x.safetensors").layers(family, transformer)
+
+
+def test_pefts_own_file_takes_its_strength_from_the_config_beside_it(tmp_path, caplog):
+    """Written by PEFT itself."""
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora import LoraLayer as PeftLayer
+
+    family, transformer, _ = model("flux-kontext")
+    wrapped = get_peft_model(
+        family.tiny(0).transformer, LoraConfig(r=4, lora_alpha=12, target_modules=["to_q"], init_lora_weights=False)
+    )
+    wrapped.save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "adapter_model.safetensors"):
+        layers = read_adapter(path).layers(family, transformer)
+        assert {layer.alpha for layer in layers.values()} == {12.0}
+    assert len(layers) == sum(isinstance(module, PeftLayer) for module in wrapped.modules())
+    expected = probe(wrapped.base_model.model, family)
+    attach_all(transformer, family, [Weighted(tmp_path)])
+    assert torch.allclose(probe(transformer, family), expected, atol=1e-5)
+    (tmp_path / "adapter_config.json").unlink()
+    read_adapter(tmp_path)
+    assert "its strength is taken to be 1" in caplog.text
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (64, 64), (32,)])
+def test_magnitudes_that_are_not_per_output_are_refused_and_never_misread(shape, tmp_path):
+    family, transformer, names = model("flux-kontext")
+    ((name, layer),) = random_lora(names, ("single_transformer_blocks.0.attn.to_q",)).items()
+    assert names.shapes[name] == (64, 64), "a square layer"
+    tensors = flat({name: layer}, "lora_transformer_")
+    tensors[f"lora_transformer_{name.replace('.', '_')}.dora_scale"] = torch.ones(shape)
+    save_file(tensors, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match="DoRA magnitudes of shape"):
+        read_adapter(tmp_path / "x.safetensors").layers(family, transformer)
+
+
+def test_metadata_of_a_hundred_thousand_brackets_is_an_error_and_no_crash(tmp_path):
+    for key in ("qflux", LORA_ADAPTER_METADATA_KEY):
+        save_file({"x.lora_A.weight": torch.ones(1, 1)}, tmp_path / "x.safetensors", {key: "[" * 100_000})
+        with pytest.raises(CheckpointError, match="can't be read"):
+            read_adapter(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("alpha", [4.0, 10.0])
+@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image"])
+def test_on_the_transformer_alone_the_alphas_are_given_along(name, alpha, tmp_path):
+    """`load_lora_adapter` reads no alpha tensors; what docs/inference.md says of it."""
+    family, transformer, names = model(name)
+    lora = random_lora(names, ATTENTION, alpha=alpha)
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    save_verified(file, lora, "diffusers", names, Record(name))
+    attach(transformer, lora, "mine")
+    set_weights(transformer, {"mine": 1.0})
+    tensors = load_file(file)
+    prefixed = {key if key.startswith("transformer.") else f"transformer.{key}": t for key, t in tensors.items()}
+    alphas = {key: float(t) for key, t in prefixed.items() if key.endswith(".alpha")}
+    weights = {key: t for key, t in prefixed.items() if not key.endswith(".alpha")}
+    stock = family.tiny(0).transformer
+    stock.load_lora_adapter(weights, network_alphas=alphas)
+    assert torch.allclose(probe(stock, family), probe(transformer, family), atol=1e-5)

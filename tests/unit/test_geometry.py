@@ -61,14 +61,37 @@ def test_the_processor_follows_target_size_then_candidates_then_pixels():
     assert ImageProcessor(ProcessorSettings(**everything)).target(100, 100).size == (64, 64)
 
 
-def test_further_controls_have_their_own_candidates_where_given():
+def test_controls_have_their_own_candidates_where_given_and_the_first_entry_is_the_first_control():
     candidates = Candidates(target=[256 * 256], controls=[[64 * 64, 128 * 128]])
     processor = ImageProcessor(ProcessorSettings(multi_resolutions=candidates))
     assert processor.control(0, 120, 120).size == (128, 128)
     assert processor.control(1, 120, 120).size == (256, 256)
     sized = ImageProcessor(ProcessorSettings(controls_size=[(32, 48)], controls_pixels=64 * 64))
-    assert sized.control(0, 500, 500).size == (32, 48)
+    assert sized.control(0, 500, 500, sized.target(500, 500)).size == (32, 48)
     assert sized.control(1, 500, 500).size == (64, 64)
+
+
+SHARED = [
+    {},
+    {"target_size": (64, 96), "controls_size": [(64, 96), (32, 32)]},
+    {"target_pixels": 96 * 96, "controls_pixels": [96 * 96, 32 * 32]},
+    {"target_pixels": 96 * 96, "controls_pixels": 96 * 96},
+    {"multi_resolutions": Candidates(target=[64 * 64, 96 * 96], controls=[[64 * 64, 96 * 96], [32 * 32]])},
+    {"multi_resolutions": Candidates(preset="kontext"), "controls_size": None},
+]
+
+
+@pytest.mark.parametrize("settings", SHARED, ids=str)
+def test_the_first_control_shares_the_targets_transform_unless_another_size_is_configured(settings):
+    """A control of another aspect ratio than its target is cut as the target is."""
+    processor = ImageProcessor(ProcessorSettings(**settings))
+    target = processor.target(150, 100)
+    assert processor.control(0, 100, 150, target) == target
+    own = ImageProcessor(
+        ProcessorSettings(**settings, **({} if "controls_size" in settings else {"controls_size": [(48, 80)]}))
+    )
+    if "controls_size" not in settings:
+        assert own.control(0, 100, 150, own.target(150, 100)).size == (48, 80)
 
 
 def test_the_kontext_preset_is_the_pipelines_list():

@@ -259,3 +259,42 @@ def test_densities_have_their_distributions():
     assert torch.tensor(uniform).std() == pytest.approx(12**-0.5, abs=0.02)
     assert logits.mean() == pytest.approx(0.5, abs=0.06)
     assert logits.std() == pytest.approx(0.8, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    "loss", [MseLoss(), MaskEditLoss(), AttentionMaskMseLoss()], ids=lambda loss: type(loss).__name__
+)
+def test_an_unknown_reduction_is_named(loss):
+    with pytest.raises(ValueError, match="reduction is 'avg'; it is one of none, mean, sum"):
+        loss(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), reduction="avg")
+
+
+@pytest.mark.parametrize(
+    "loss", [MseLoss(), MaskEditLoss(), AttentionMaskMseLoss(3.0, 0.5)], ids=lambda loss: type(loss).__name__
+)
+@pytest.mark.parametrize("shape", [(1, 6), (6,)])
+def test_a_mask_for_all_samples_counts_for_each(loss, shape):
+    prediction, target = torch.randn(4, 6, 5), torch.randn(4, 6, 5)
+    valid, edited = (torch.rand(6) > 0.4).float(), torch.rand(6)
+    expected = loss(prediction, target, valid.expand(4, 6), edited.expand(4, 6))
+    assert torch.allclose(loss(prediction, target, valid.reshape(shape), edited.reshape(shape)), expected)
+    by_hand = (prediction - target).square() * torch.as_tensor(loss.token_weight(edited)) * valid[:, None]
+    assert torch.allclose(expected, by_hand.sum() / (4 * valid.sum() * 5))
+
+
+def test_a_mask_of_another_length_is_named():
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 5\); expected \(4, 6\)"):
+        MseLoss()(torch.zeros(4, 6, 5), torch.zeros(4, 6, 5), attention_mask=torch.ones(2, 5))
+    with pytest.raises(ValueError, match=r"edit_mask has shape \(4, 7\)"):
+        MaskEditLoss()(torch.zeros(4, 6, 5), torch.zeros(4, 6, 5), edit_mask=torch.ones(4, 7))
+
+
+def test_the_documents_call_is_understood_and_deprecated():
+    prediction, target, mask = torch.randn(2, 6, 5), torch.randn(2, 6, 5), torch.rand(2, 6)
+    weighting = torch.rand(2)
+    loss = MaskEditLoss(2.0, 1.0)
+    with pytest.warns(FutureWarning, match="edit_mask"):
+        found = loss(mask=mask, model_pred=prediction, target=target, weighting=weighting, reduction="none")
+    assert torch.equal(found, loss(prediction, target, edit_mask=mask, weighting=weighting, reduction="none"))
+    with pytest.raises(ValueError, match="given twice"):
+        loss(prediction, target, edit_mask=mask, mask=mask)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from peft.tuners.lora import LoraLayer as PeftLoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
 from qflux.adapters.files import AdapterFile, Record, read_adapter
 from qflux.adapters.layers import FOREIGN, LoraLayer, LoraLayers
-from qflux.adapters.lora import ADAPTER, add, config_from, keep_float32
+from qflux.adapters.lora import ADAPTER, add, config_from, keep_float32, lora_config
 from qflux.errors import CheckpointError, ConfigError
 from qflux.models.family import Family
 
@@ -51,20 +48,7 @@ def attach_all(transformer: nn.Module, family: Family, adapters: Sequence[Weight
 
 def attach(transformer: nn.Module, layers: Mapping[str, LoraLayer], name: str) -> None:
     """Add a LoRA under `name`. It computes as it did in training: float32 weights, in the base's dtype."""
-    rank = Counter(layer.rank for layer in layers.values()).most_common(1)[0][0]
-    alpha = Counter(layer.alpha for layer in layers.values()).most_common(1)[0][0]
-    is_dora = {layer.magnitude is not None for layer in layers.values()}
-    if len(is_dora) > 1:
-        raise CheckpointError("some layers have DoRA magnitudes and some have none", FOREIGN)
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        target_modules="^(" + "|".join(map(re.escape, layers)) + ")$",
-        rank_pattern={f"^{re.escape(n)}$": layer.rank for n, layer in layers.items() if layer.rank != rank},
-        alpha_pattern={f"^{re.escape(n)}$": layer.alpha for n, layer in layers.items() if layer.alpha != alpha},
-        use_dora=is_dora == {True},
-    )
-    add(transformer, config, name)
+    add(transformer, lora_config(layers), name)
     keep_float32(transformer)
     for layer_name, layer in layers.items():
         _fill(transformer.get_submodule(layer_name), name, layer)

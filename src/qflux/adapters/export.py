@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from qflux.adapters.attach import attach, detach, set_weights
 from qflux.adapters.files import AdapterFile, Record, read_adapter, write_lora
-from qflux.adapters.formats import Format, from_tensors
+from qflux.adapters.formats import Format
 from qflux.adapters.layers import LoraLayer, LoraLayers, same
 from qflux.adapters.names import Names
 from qflux.data.encoded import TextEmbedding
@@ -45,8 +45,7 @@ def save_verified(
     try:
         write_lora(staging, layers, form, names, record)
         written = read_adapter(staging)
-        together = written.record.together if written.record else None
-        again = from_tensors(path, written.tensors, names, together=together)
+        again = written.as_filed(names)
         different = same(layers, again, names.rounded(layers) if form == "comfyui" else ())
         if different:
             raise CheckpointError(

@@ -15,18 +15,20 @@ from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from qflux.adapters.formats import Format, from_tensors, to_format
+from qflux.adapters.formats import Format, from_tensors, to_format, without_alphas
 from qflux.adapters.layers import FOREIGN, LoraLayer, LoraLayers, linear_layers, require_fitting
+from qflux.adapters.lora import lora_config
 from qflux.adapters.names import Names, Parts
 from qflux.config import Config
 from qflux.data.store import write_tensors
-from qflux.errors import CheckpointError
+from qflux.errors import CheckpointError, cut
 from qflux.models.family import Family
 from qflux.version import VERSION
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
+PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 RECORD_KEY = "qflux"
 
 
@@ -96,11 +98,15 @@ class AdapterFile:
         """Its LoRA for this model; one that does not fit is an error with the layer's name."""
         self.require_family(family)
         names = names_of(family, transformer)
-        together = self.record.together if self.record else None
-        layers = from_tensors(self.path, self.tensors, names, self._alpha, together)
+        layers = self.as_filed(names)
         require_fitting(self.path, layers, names.shapes)
         self._require_complete(layers, names)
         return layers
+
+    def as_filed(self, names: Names) -> LoraLayers:
+        """Its LoRA under diffusers' names, whether it fits the model or not."""
+        together = self.record.together if self.record else None
+        return from_tensors(self.path, self.tensors, names, self._alpha, together)
 
     def _alpha(self, name: str, rank: int) -> float:
         """What PEFT's settings say about a layer without an alpha tensor; its rank if there are none."""
@@ -135,7 +141,7 @@ class AdapterFile:
 def names_of(family: Family, transformer: nn.Module) -> Names:
     """The layers of a family's model, and what they are called."""
     shapes = linear_layers(transformer)
-    return Names(shapes, family.lora_prefix, family.original_names(shapes))
+    return Names(shapes, family.lora_prefix, family.original_names(shapes), family.swapped_names)
 
 
 def write_lora(path: Path, layers: Mapping[str, LoraLayer], form: Format, names: Names, record: Record) -> None:
@@ -151,22 +157,31 @@ def write_lora(path: Path, layers: Mapping[str, LoraLayer], form: Format, names:
         "ss_network_alpha": ", ".join(f"{alpha:g}" for alpha in alphas),
         "software": f"qflux {record.version}",
     }
+    if without_alphas(layers, form, names):
+        metadata[LORA_ADAPTER_METADATA_KEY] = _described(lora_config(layers).to_dict())
     write_tensors(path, to_format(layers, form, names), metadata)
 
 
 def write_product(path: Path, tensors: Mapping[str, Tensor], description: Mapping[str, Any], record: Record) -> None:
     """Write a LoKr or LoHa with PEFT's own names and settings."""
-    named = {f"transformer.{key}": sorted(v) if isinstance(v, set) else v for key, v in description.items()}
     metadata = {
-        LORA_ADAPTER_METADATA_KEY: json.dumps(named, sort_keys=True),
+        LORA_ADAPTER_METADATA_KEY: _described(description),
         RECORD_KEY: json.dumps(asdict(record), sort_keys=True),
     }
     write_tensors(path, {f"transformer.{name}": tensor for name, tensor in tensors.items()}, metadata)
 
 
+def _described(description: Mapping[str, Any]) -> str:
+    """PEFT's settings as diffusers files them."""
+    named = {f"transformer.{key}": sorted(v) if isinstance(v, set) else v for key, v in description.items()}
+    return json.dumps(named, sort_keys=True)
+
+
 def read_adapter(path: Path) -> AdapterFile:
-    """An adapter file, or the one in a folder."""
-    file = path / FILE_NAME if path.is_dir() else path
+    """An adapter file, or the one in a folder: ours and diffusers', or PEFT's own."""
+    file = path
+    if path.is_dir():
+        file = next((path / name for name in (FILE_NAME, PEFT_FILE) if (path / name).is_file()), path / FILE_NAME)
     if not file.is_file():
         raise CheckpointError(f"no LoRA file at {file}", f"give a .safetensors file or a folder with {FILE_NAME}.")
     try:
@@ -177,9 +192,21 @@ def read_adapter(path: Path) -> AdapterFile:
         raise CheckpointError(f"{file} is not a safetensors file: {error}") from None
     if not tensors:
         raise CheckpointError(f"{file} holds no tensors", FOREIGN)
-    description = _mapping(file, metadata.get(LORA_ADAPTER_METADATA_KEY))
+    description = _mapping(file, metadata.get(LORA_ADAPTER_METADATA_KEY)) or _beside(file, tensors)
     described = {key.removeprefix("transformer."): value for key, value in description.items()}
     return AdapterFile(file, tensors, _record(file, metadata.get(RECORD_KEY)), described)
+
+
+def _beside(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What PEFT's `save_pretrained` says about its file, in another one: the strength is nowhere else."""
+    config = file.with_name(PEFT_CONFIG)
+    if file.name != PEFT_FILE:
+        return {}
+    if config.is_file():
+        return _mapping(config, config.read_text(encoding="utf-8", errors="replace"))
+    if not any(key.endswith(".alpha") for key in tensors):
+        logger.warning("%s: there is no %s beside it; its strength is taken to be 1", file, PEFT_CONFIG)
+    return {}
 
 
 def _record(file: Path, text: str | None) -> Record | None:
@@ -189,7 +216,7 @@ def _record(file: Path, text: str | None) -> Record | None:
     known = {key: value for key, value in values.items() if key in Record.__dataclass_fields__}
     for key, value in known.items():
         if not isinstance(value, str if key in ("family", "version") else dict):
-            raise CheckpointError(f"{file}: its record says {key}: {value!r}", FOREIGN)
+            raise CheckpointError(f"{file}: its record says {key}: {cut(value)}", FOREIGN)
     if "family" not in known:
         raise CheckpointError(f"{file}: its record names no family", FOREIGN)
     return Record(**known)
@@ -198,8 +225,8 @@ def _record(file: Path, text: str | None) -> Record | None:
 def _mapping(file: Path, text: str | None) -> dict[str, Any]:
     try:
         value = json.loads(text) if text else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # brackets within brackets, a hundred thousand deep
         raise CheckpointError(f"{file}: its description can't be read: {error}", FOREIGN) from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: its description is {value!r}, not a mapping", FOREIGN)
+        raise CheckpointError(f"{file}: its description is {cut(value)}, not a mapping", FOREIGN)
     return value

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,11 +13,12 @@ import torch.nn.functional as F
 from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig
 from peft.tuners.loha.layer import Linear as LoHaLinear
 from peft.tuners.lokr.layer import Linear as LoKrLinear
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer as PeftLoraLayer
 from torch import Tensor, nn
 
+from qflux.adapters.layers import FOREIGN, LoraLayer
 from qflux.config import LoraSettings
-from qflux.errors import ConfigError
+from qflux.errors import CheckpointError, ConfigError
 
 ADAPTER = "default"
 KINDS: dict[str, type[PeftConfig]] = {"LORA": LoraConfig, "LOKR": LoKrConfig, "LOHA": LoHaConfig}
@@ -63,7 +66,7 @@ def inject(transformer: nn.Module, settings: LoraSettings, seed: int) -> None:
 def keep_float32(transformer: nn.Module) -> None:
     """Adapter weights in float32, LoRA's computing in the dtype of their input."""
     for layer in transformer.modules():
-        if isinstance(layer, LoraLayer):
+        if isinstance(layer, PeftLoraLayer):
             layer.cast_input_dtype_enabled = False
             for linear in (*layer.lora_A.values(), *layer.lora_B.values()):
                 linear.__class__ = Float32Linear
@@ -86,6 +89,23 @@ def config_from(description: Mapping[str, Any]) -> PeftConfig:
     kind = KINDS[str(description.get("peft_type", "LORA")).rpartition(".")[2]]
     known = {field.name for field in dataclasses.fields(kind) if field.init}
     return kind(**{key: value for key, value in description.items() if key in known and key != "peft_type"})
+
+
+def lora_config(layers: Mapping[str, LoraLayer]) -> LoraConfig:
+    """PEFT's settings for a LoRA: the commonest rank and alpha, and patterns for layers that have others."""
+    rank = Counter(layer.rank for layer in layers.values()).most_common(1)[0][0]
+    alpha = Counter(layer.alpha for layer in layers.values()).most_common(1)[0][0]
+    is_dora = {layer.magnitude is not None for layer in layers.values()}
+    if len(is_dora) > 1:
+        raise CheckpointError("some layers have DoRA magnitudes and some have none", FOREIGN)
+    return LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules="^(" + "|".join(map(re.escape, layers)) + ")$",
+        rank_pattern={f"^{re.escape(n)}$": layer.rank for n, layer in layers.items() if layer.rank != rank},
+        alpha_pattern={f"^{re.escape(n)}$": layer.alpha for n, layer in layers.items() if layer.alpha != alpha},
+        use_dora=is_dora == {True},
+    )
 
 
 def trainable(transformer: nn.Module) -> dict[str, nn.Parameter]:

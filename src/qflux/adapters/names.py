@@ -7,7 +7,8 @@ LoRA of the whole, whose up projection has a block per part and zeros elsewhere;
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -27,16 +28,21 @@ class Names:
     """Of diffusers' LoRA keys."""
     fused: Mapping[str, tuple[str, ...]]
     """The original name of a layer, and the layers of diffusers it consists of. Others have one name only."""
+    swapped: frozenset[str] = frozenset()
+    """Original names of layers whose outputs are two halves, which diffusers has in the other order."""
 
     def is_original(self, layers: Iterable[str]) -> bool:
         return any(name in self.fused for name in layers)
 
     def dotted(self, flat: str) -> str | None:
         """The name, diffusers' or original, that is spelled like this with underscores for dots."""
-        names = [*self.fused, *(name for name in self.shapes if name not in self._within)]
-        return next((name for name in names if name.replace(".", "_") == flat), None)
+        return self._flat.get(flat)
 
-    @property
+    @cached_property
+    def _flat(self) -> dict[str, str]:
+        return {name.replace(".", "_"): name for name in (*self.shapes, *self.fused)}
+
+    @cached_property
     def _within(self) -> dict[str, str]:
         """The original name of each layer of diffusers."""
         return {member: original for original, members in self.fused.items() for member in members}
@@ -54,7 +60,8 @@ class Names:
             if original in result:
                 continue
             members = self.fused.get(original, (name,))
-            result[original] = layer if len(members) == 1 else self._together(original, members, layers)
+            joined = layer if len(members) == 1 else self._together(original, members, layers)
+            result[original] = _halves_swapped(joined) if original in self.swapped else joined
         return result
 
     def rounded(self, layers: Mapping[str, LoraLayer]) -> set[str]:
@@ -84,9 +91,13 @@ class Names:
         for name, layer in layers.items():
             members = self.fused.get(name, (name,))
             if len(members) == 1:
-                result[members[0]] = layer
+                found = {members[0]: _halves_swapped(layer) if name in self.swapped else layer}
             else:
-                result |= self._apart(file, name, members, layer, (parts or {}).get(name))
+                found = self._apart(file, name, members, layer, (parts or {}).get(name))
+            twice = sorted(found.keys() & result.keys())
+            if twice:
+                raise CheckpointError(f"{file}: {twice[0]} is there twice, once as part of {name}", FOREIGN)
+            result |= found
         return result
 
     def _together(self, original: str, members: tuple[str, ...], layers: Mapping[str, LoraLayer]) -> LoraLayer:
@@ -129,3 +140,8 @@ class Names:
                 result[member] = LoraLayer(layer.down[columns].contiguous(), own, alpha)
             start = columns.stop
         return result
+
+
+def _halves_swapped(layer: LoraLayer) -> LoraLayer:
+    """The same LoRA for a layer whose first half of outputs is the other's second."""
+    return replace(layer, up=torch.cat(layer.up.chunk(2)[::-1]))

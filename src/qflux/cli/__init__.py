@@ -18,6 +18,7 @@ from qflux.cli.checks import check, doctor
 from qflux.cli.demo import demo
 from qflux.cli.export import export
 from qflux.cli.fit import fit
+from qflux.cli.import_config import import_config
 from qflux.cli.init import init
 from qflux.cli.inspect import inspect
 from qflux.cli.predict import predict
@@ -62,7 +63,7 @@ def options(
             logging.getLogger(name).setLevel(logging.INFO)
 
 
-for command in (demo, init, check, inspect, fit, predict, export, report, doctor, schema):
+for command in (demo, init, check, inspect, fit, predict, export, report, doctor, schema, import_config):
     app.command()(command)
 app.add_typer(cache_app, name="cache")
 

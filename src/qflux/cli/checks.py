@@ -35,6 +35,15 @@ def check(
 
     qflux check recipes/flux-kontext.yaml --set data.path=my_data
     """
+    from qflux.config import load_config  # noqa: PLC0415
+
+    try:
+        load_config(config, set_ or [])  # before anything heavy is imported
+    except QfluxError as error:
+        if json_:
+            wrong_config = {"what": "configuration", "state": "error", "detail": error.problem, "remedy": error.remedy}
+            say(json.dumps({"ok": False, "checks": [wrong_config]}, indent=2))
+        raise
     from qflux.training.check import Check  # noqa: PLC0415
     from qflux.training.check import check as look  # noqa: PLC0415
 

@@ -13,12 +13,12 @@ logger = logging.getLogger(__name__)
 
 
 class Candidates(Section):
-    """Candidate areas for the target (and what is aligned with it) and for each further control."""
+    """Candidate areas for the target (and what is aligned with it) and for each control."""
 
     preset: Literal["kontext"] | None = Field(default=None, description="the 17 sizes FLUX Kontext was trained on")
     target: list[Area] = Field(default=[], description="of the target and what is aligned with it")
     controls: list[Annotated[list[Area], Field(min_length=1)]] = Field(
-        default=[], description="list i is for `<base>_control_{i+1}`"
+        default=[], description="list 0 is for the first control, the image to edit; list i for `<base>_control_i`"
     )
 
     @model_validator(mode="after")
@@ -32,7 +32,10 @@ def _candidates(value: Any) -> Any:
     """A plain list is the target's candidates, a plain name a preset, an empty list nothing at all."""
     if isinstance(value, str):
         return {"preset": value}
-    return ({"target": value} if value else None) if isinstance(value, list) else value
+    if isinstance(value, list) and not value:
+        logger.warning("data.processor: multi_resolutions is an empty list, which is no list at all: it is not used.")
+        return None
+    return {"target": value} if isinstance(value, list) else value
 
 
 _CANDIDATES_SCHEMA: dict[str, Any] = {
@@ -66,9 +69,16 @@ class ProcessorSettings(Section):
         default=None, description='candidate areas: a list, {target: […], controls: [[…], …]}, or the preset "kontext"'
     )
     target_pixels: Area | None = Field(default=None, description="one area for all images")
-    controls_size: list[Size] | None = Field(default=None, description="[height, width] of each further control")
-    controls_pixels: list[Area] | Area | None = Field(default=None, description="area of each further control")
-    max_aspect_ratio: float = Field(default=3.0, ge=1.0, description="of an image; one beyond it is not used")
+    controls_size: list[Size] | None = Field(
+        default=None,
+        description="[height, width] of each control, the image to edit first; default: that one shares the target's",
+    )
+    controls_pixels: list[Area] | Area | None = Field(
+        default=None, description="area of each control, the image to edit first; one number is for all of them"
+    )
+    max_aspect_ratio: float | None = Field(
+        default=3.0, ge=1.0, description="of an image; one beyond it is not used; null: no limit"
+    )
 
     @model_validator(mode="after")
     def _tell_precedence(self) -> ProcessorSettings:

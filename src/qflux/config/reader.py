@@ -13,22 +13,36 @@ from pydantic import BaseModel, ValidationError
 
 from qflux.config.data import CacheSource, CsvSource, FolderSource, HubSource, JsonlSource
 from qflux.config.root import Config
-from qflux.errors import ConfigError, collected
+from qflux.errors import LONGEST, ConfigError, collected, cut
 
 _REFERENCE = "what every key takes: docs/reference.md, or qflux schema --reference."
+
+
+_MOST_BYTES = 1 << 20
+_MOST_VALUES = 100_000
+"""A config has a few hundred values. References within references can stand for billions, in under a kilobyte."""
+_SHOWN = 100
+"""Problems that are worked out; the others are only counted."""
 
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads `1e-4` as a string; a learning rate is a number. A key that stands twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = [key for key in keys if isinstance(key, str) and keys.count(key) > 1]
-        if twice:
-            raise yaml.YAMLError(
-                f"the key {twice[0]!r} stands twice in one section, at line {node.start_mark.line + 1}"
-            )
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str):
+                if key in seen:
+                    line = node.start_mark.line + 1
+                    raise yaml.YAMLError(f"the key {cut(key)} stands twice in one section, at line {line}")
+                seen.add(key)
         return super().construct_mapping(node, deep)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        if len(node.value) > _MOST_VALUES:
+            raise yaml.YAMLError(f"more than {_MOST_VALUES:,} values are merged into one section")
 
 
 _Loader.add_implicit_resolver(
@@ -37,12 +51,38 @@ _Loader.add_implicit_resolver(
 
 
 def _parse(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)
+    """The values of a YAML text; anything wrong with it is a `ValueError`."""
+    if len(text) > _MOST_BYTES:
+        raise ValueError(f"it has {len(text):,} characters; a config has a few thousand")
+    try:
+        values = yaml.load(text, Loader=_Loader)
+    except Exception as error:  # a tag without a meaning, a date that is none, too many digits or brackets: all differ
+        problem = str(error) if isinstance(error, yaml.YAMLError | ValueError) else f"{type(error).__name__}: {error}"
+        raise ValueError(problem[:600]) from None
+    _require_small(values)
+    return values
+
+
+def _require_small(values: Any) -> None:
+    """An error if references make a text stand for more than anybody would write, or for itself."""
+    waiting, count = [values], 0
+    while waiting:
+        value = waiting.pop()
+        count += 1
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple | set):
+            waiting += value
+        if count + len(waiting) > _MOST_VALUES:
+            raise ValueError(f"it stands for more than {_MOST_VALUES:,} values; write out what its references mean")
 
 
 def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """A validated config from a YAML file or a mapping, with `path.to.key=value` overrides applied."""
-    values = _read(Path(source)) if isinstance(source, str | Path) else _copy(source)
+    values = read_yaml(Path(source)) if isinstance(source, str | Path) else _copy(source)
+    if is_original(values):
+        name = source if isinstance(source, str | Path) else "OLD.yaml"
+        raise ConfigError(f"{name} is a config of the original qflux", f"convert it: qflux import-config {name}")
     unwrapping = [
         *_unwrap(values, ("data",), ("ImageDataset", "ImageEditDataset")),
         *_unwrap(values, ("data", "processor"), ("ImageProcessor",)),
@@ -54,23 +94,36 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        problems = [*unwrapping, *dict.fromkeys(_explain(problem) for problem in error.errors())]
+        found = error.errors()
+        problems = [*unwrapping, *dict.fromkeys(_explain(problem) for problem in found[:_SHOWN])]
+        problems += [""] * (len(found) - _SHOWN)  # counted, never shown
     if problems:
         name = f" {source}" if isinstance(source, str | Path) else ""
         raise collected(ConfigError, f"the configuration{name} is not valid", problems, _REFERENCE)
     return config
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The sections of a YAML file, as they stand there."""
     if not path.is_file():
         raise ConfigError(f"no config file at {path}", "check the path; recipes/ holds one for each family.")
     try:
+        if path.stat().st_size > 4 * _MOST_BYTES:
+            raise ValueError(f"it has {path.stat().st_size:,} bytes; a config has a few thousand")
         values = _parse(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none, too many digits or brackets
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {type(values).__name__}, not a mapping of sections", "start from a recipe.")
     return values
+
+
+def is_original(values: Mapping[str, Any]) -> bool:
+    """A config that was written for the original qflux."""
+    model = values.get("model")
+    names = ("pretrained_model_name_or_path", "pretrained_model_path", "lora")
+    inside = isinstance(model, Mapping) and any(name in model for name in names)
+    return "family" not in values and ("trainer" in values or inside)
 
 
 def _copy(value: Any) -> Any:
@@ -93,10 +146,12 @@ def _unwrap(values: dict[str, Any], path: tuple[str, ...], classes: tuple[str, .
     name, problems = ".".join(path), []
     class_path = section.pop("class_path", None)
     if class_path is not None and str(class_path).rsplit(".", 1)[-1] not in classes:
-        problems.append(f"{name}.class_path: {class_path!r} is not in qflux; remove it, or use {' or '.join(classes)}")
+        problems.append(
+            f"{name}.class_path: {cut(class_path)} is not in qflux; remove it, or use {' or '.join(classes)}"
+        )
     inner = section.pop("init_args", None) or {}
     if not isinstance(inner, dict):
-        return [*problems, f"{name}.init_args: {inner!r} is not right: a mapping is required"]
+        return [*problems, f"{name}.init_args: {cut(inner)} is not right: a mapping is required"]
     problems += [f"{name}.{key}: set both directly and under init_args" for key in inner if key in section]
     section.update(inner)
     return problems
@@ -106,25 +161,27 @@ def _override(values: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
-        raise ConfigError(f"--set {override!r} is not of the form path.to.key=value", "for example train.num_epochs=3.")
+        raise ConfigError(
+            f"--set {cut(override)} is not of the form path.to.key=value", "for example train.num_epochs=3."
+        )
     node = values
     for depth, key in enumerate(keys[:-1]):
         if node.get(key) is None:  # absent, or a section that is switched off
             node[key] = {}
         child = node[key]
         if not isinstance(child, dict):
-            raise ConfigError(f"--set {override!r}: {'.'.join(keys[: depth + 1])} is a value, not a section")
+            raise ConfigError(f"--set {cut(override)}: {'.'.join(keys[: depth + 1])} is a value, not a section")
         node = child
     try:
         node[keys[-1]] = _parse(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--set {override[:200]!r}: the value is not valid YAML: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"--set {cut(override)}: the value is not valid YAML: {error}") from None
 
 
 def _explain(problem: Any) -> str:
     """One validation problem as: path, value, what would be right."""
     location = [part for i, part in enumerate(problem["loc"]) if not _is_union_tag(problem["loc"], i)]
-    path = ".".join(str(part) for part in location)
+    path = ".".join(str(part)[:LONGEST] for part in location)
     if problem["type"] == "extra_forbidden":
         *parents, key = location
         known = _known_keys(problem["loc"][:-1])
@@ -136,11 +193,11 @@ def _explain(problem: Any) -> str:
     if problem["type"] == "missing":
         return f"{path}: missing; a value is required"
     if problem["type"] == "union_tag_invalid":
-        return f"{path}.type: {problem['ctx']['tag']!r} is not right: use one of {problem['ctx']['expected_tags']}"
+        return f"{path}.type: {cut(problem['ctx']['tag'])} is not right: use one of {problem['ctx']['expected_tags']}"
     reason = problem["msg"].removeprefix("Value error, ")
     if isinstance(problem["input"], dict):  # settings that do not go together; the reason names them
         return f"{path}: {reason}" if path else reason
-    return f"{path}: {problem['input']!r} is not right: {reason}"
+    return f"{path}: {cut(problem['input'])} is not right: {reason}"
 
 
 def _is_union_tag(location: Sequence[Any], index: int) -> bool:

@@ -210,7 +210,9 @@ class PredictSettings(Section):
     negative_prompt: str | None = Field(default=None, description="switches true CFG on; may be a space")
     true_cfg_scale: float | None = Field(default=None, description="default: 1 for FLUX (off), 4 for Qwen")
     max_tokens: int = Field(default=32768, ge=1, description="image tokens of a batch of jobs; a larger job runs alone")
-    preprocessing: Literal["lora", "config"] = Field(
-        default="lora", description="how images reach their size: as the LoRA was trained, or as data.processor says"
+    preprocessing: Literal["lora", "pipeline", "config"] = Field(
+        default="lora",
+        description="how images reach their size: as the LoRA was trained, if its file says so, else as in diffusers' "
+        "pipeline; pipeline: always that; config: as data.processor says",
     )
     seed: Seed = Field(default=0, description="of the noise an edit starts from")

@@ -81,6 +81,10 @@ class Transform:
         return left, top, min(width, left + columns * scale), min(height, top + rows * scale)
 
 
+_Choice = Size | str | list[int]
+"""A fixed size, a preset, or candidate areas."""
+
+
 class ImageProcessor:
     """Chooses the transform of every image of a sample from the images' own sizes."""
 
@@ -89,40 +93,60 @@ class ImageProcessor:
         self._fit = {"resize": "stretch", "padding": "pad"}.get(self.settings.process_type, "crop")
 
     def target(self, width: int, height: int, name: str = "image") -> Transform:
-        """The transform of a target of this size, shared by its mask and its first control."""
-        settings = self.settings
+        """The transform of a target of this size; its mask shares it, and its first control unless it has its own."""
         self.check_aspect(width, height, name)
-        if settings.target_size:
-            return Transform(settings.target_size, self._fit)
-        candidates = settings.multi_resolutions
-        if candidates and candidates.preset:
-            return Transform(closest_aspect(KONTEXT_SIZES, width, height), self._fit)
-        areas = candidates.target if candidates else [settings.target_pixels or DEFAULT_AREA]
-        return Transform(best_size(areas, width, height), self._fit)
+        return self._transform(self._of_target(), width, height)
 
-    def control(self, index: int, width: int, height: int, name: str = "control") -> Transform:
-        """The transform of further control `index` (0 for `<base>_control_1`), sized on its own."""
-        settings = self.settings
+    def control(
+        self, index: int, width: int, height: int, target: Transform | None = None, name: str = "control"
+    ) -> Transform:
+        """The transform of control `index` from 0, the image to edit.
+
+        That one shares its `target`'s transform, so that both are cut alike, unless another size is configured for it.
+        Every further control is sized on its own.
+        """
         self.check_aspect(width, height, name)
+        chosen = self._of_control(index)
+        if index == 0 and target is not None and chosen in (None, self._of_target()):
+            return target
+        return self._transform(chosen or self._of_target(), width, height)
+
+    def _of_target(self) -> _Choice:
+        """What the settings say of targets, by precedence."""
+        settings = self.settings
+        if settings.target_size:
+            return settings.target_size
+        candidates = settings.multi_resolutions
+        if candidates:
+            return candidates.preset or list(candidates.target)
+        return [settings.target_pixels or DEFAULT_AREA]
+
+    def _of_control(self, index: int) -> _Choice | None:
+        """What the settings say of a control, if anything."""
+        settings = self.settings
         if settings.controls_size and index < len(settings.controls_size):
-            return Transform(settings.controls_size[index], self._fit)
+            return settings.controls_size[index]
         candidates = None if settings.target_size else settings.multi_resolutions
         if candidates and index < len(candidates.controls):
-            return Transform(best_size(candidates.controls[index], width, height), self._fit)
+            return list(candidates.controls[index])
         pixels = settings.controls_pixels
         if isinstance(pixels, list):
             pixels = pixels[index] if index < len(pixels) else None
-        if pixels:
-            return Transform(best_size([pixels], width, height), self._fit)
-        return self.target(width, height, name)
+        return [pixels] if pixels else None
+
+    def _transform(self, choice: _Choice, width: int, height: int) -> Transform:
+        if isinstance(choice, tuple):
+            return Transform(choice, self._fit)
+        if choice == "kontext":
+            return Transform(closest_aspect(KONTEXT_SIZES, width, height), self._fit)
+        return Transform(best_size([int(area) for area in choice], width, height), self._fit)
 
     def check_aspect(self, width: int, height: int, name: str) -> None:
         """An error if the image is longer than `max_aspect_ratio` allows."""
-        ratio = max(width / height, height / width)
-        if ratio > self.settings.max_aspect_ratio:
+        ratio, most = max(width / height, height / width), self.settings.max_aspect_ratio
+        if most is not None and ratio > most:
             raise DataError(
-                f"{name} is {width}x{height}: its aspect ratio {ratio:.2f} is beyond "
-                f"max_aspect_ratio {self.settings.max_aspect_ratio:g}",
+                f"{name} is {width}x{height}: its aspect ratio {ratio:.2f} is beyond max_aspect_ratio {most:g}",
                 "raise data.processor.max_aspect_ratio.",
             )
 

@@ -74,8 +74,10 @@ class SizedExample:
     @property
     def crops_first_control(self) -> bool:
         """The first control has another aspect ratio than the target, and loses more than a step to the crop."""
-        transform = self.transforms[0]
-        return len(self.facts) > 1 and transform.crops(*self.facts[1].size) and not transform.crops(*self.facts[0].size)
+        if len(self.facts) < 2:
+            return False
+        target, control = self.transforms[:2]
+        return control.crops(*self.facts[1].size) and not target.crops(*self.facts[0].size)
 
 
 @dataclass
@@ -203,9 +205,7 @@ def _size_one(
     transforms: list[Transform] = [target]
     views = []
     for number, (control, fact) in enumerate(zip(example.controls, facts[1:], strict=True)):
-        if number == 0:
-            processor.check_aspect(*fact.size, str(control))
-        transforms.append(target if number == 0 else processor.control(number - 1, *fact.size, str(control)))
+        transforms.append(processor.control(number, *fact.size, target, str(control)))
         views.append(policy.prompt_view(number, fact.size, transforms[-1]))
     if isinstance(mask, ImageFacts) and mask.size != facts[0].size:
         sizes = " and ".join(f"{fact.width}x{fact.height}" for fact in (mask, facts[0]))

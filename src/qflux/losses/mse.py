@@ -2,12 +2,14 @@
 
 All are called `loss(model_pred, target, attention_mask=None, edit_mask=None, weighting=None, reduction="mean")`:
 `attention_mask` and `edit_mask` have one value per token, `weighting` one per sample (padded) or per token (packed).
-"mean" divides by the number of valid elements; weights scale terms and do not enter the denominator.
+"mean" divides by the number of valid elements; weights scale terms and do not enter the denominator. A mask of fewer
+samples, `(1, S)` or `(S,)`, holds for all of them. Older calls `loss(mask=…, model_pred=…, target=…)` are understood.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import warnings
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -26,14 +28,23 @@ class MseLoss:
         edit_mask: Tensor | None = None,
         weighting: Tensor | None = None,
         reduction: Reduction = "mean",
+        mask: Tensor | None = None,
     ) -> Tensor:
+        if reduction not in get_args(Reduction):
+            raise ValueError(f"reduction is {reduction!r}; it is one of {', '.join(get_args(Reduction))}")
+        if mask is not None:
+            if edit_mask is not None:
+                raise ValueError("the edit mask is given twice: as edit_mask and as mask")
+            warnings.warn("mask=… is understood, but deprecated: pass edit_mask=…", FutureWarning, stacklevel=2)
+            edit_mask = mask
         if model_pred.shape != target.shape:
             raise ValueError(f"prediction {tuple(model_pred.shape)} and target {tuple(target.shape)} differ in shape")
         if attention_mask is not None:
             # before the subtraction: padding may hold anything, even NaN, and must get exactly zero gradient
-            valid = attention_mask.bool().unsqueeze(-1)
+            valid = _per_token("attention_mask", attention_mask, model_pred).bool().unsqueeze(-1)
             model_pred, target = (torch.where(valid, x, 0.0) for x in (model_pred, target))
         error = (model_pred.float() - target.float()).square()
+        edit_mask = None if edit_mask is None else _per_token("edit_mask", edit_mask, error)
         error = error * self.token_weight(edit_mask)
         if weighting is not None:
             error = error * weighting.reshape(weighting.shape + (1,) * (error.ndim - weighting.ndim))
@@ -72,3 +83,13 @@ class AttentionMaskMseLoss(MaskEditLoss):
 
     def __init__(self, foreground_weight: float = 1.0, background_weight: float = 1.0) -> None:
         super().__init__(foreground_weight, background_weight)
+
+
+def _per_token(name: str, mask: Tensor, tokens: Tensor) -> Tensor:
+    """A mask with one value for each of `tokens` `(…, C)`: counted elements must be those that the loss sums."""
+    try:
+        return mask.expand(tokens.shape[:-1])
+    except RuntimeError:
+        raise ValueError(
+            f"{name} has shape {tuple(mask.shape)}; expected {tuple(tokens.shape[:-1])}, a value per token"
+        ) from None

@@ -93,6 +93,8 @@ class Family:
     controls: tuple[int, int | None]
     """The least and the most controls a sample may have."""
     prompt_view: PromptView
+    reference_view: Callable[[int, int], Transform]
+    """How the reference pipeline brings an image of this (width, height) to size, if nobody asks for another."""
     defaults: Defaults
     tiny: Callable[..., Any]
     """`tiny(seed)`: all components, real classes, small and random."""
@@ -120,6 +122,8 @@ class Family:
     """Channels of a text token, in the published checkpoints."""
     image_channels: int = 64
     """Channels of an image token."""
+    swapped_names: frozenset[str] = frozenset()
+    """Original names of layers whose outputs are two halves, which diffusers has in the other order."""
 
     def check_controls(self, count: int, what: str) -> None:
         """An error if a sample can't have this many controls."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qflux.config import STEP, Config, ProcessorSettings
 from qflux.data.encoded import Prompt
-from qflux.data.geometry import ImageProcessor, Transform
+from qflux.data.geometry import ImageProcessor, Size, Transform
 from qflux.data.images import to_image, to_pixels, to_rgb
 from qflux.errors import DataError
 from qflux.models.family import Family, text_limit
@@ -40,7 +40,7 @@ class Edit:
 
 
 class Predictor:
-    """A model ready to edit. Images are preprocessed by `processor`, by default the config's: as in training."""
+    """A model ready to edit. Images reach their size by `processor`, or without one as in the reference pipeline."""
 
     def __init__(
         self, family: Family, components: Any, config: Config, processor: ProcessorSettings | None = None
@@ -49,8 +49,9 @@ class Predictor:
         self._transformer = components.transformer
         self._sampler = Sampler(family, components.transformer, components.scheduler)
         self._encoder = family.encoder(components, text_limit(config, family))
-        self._processor_settings = processor or config.data.processor
-        self._processor = ImageProcessor(self._processor_settings)
+        # What may be trained on is no reason not to edit: the limit on aspect ratios is the training's.
+        self._processor_settings = processor and processor.model_copy(update={"max_aspect_ratio": None})
+        self._processor = ImageProcessor(self._processor_settings) if self._processor_settings else None
         self._settings = config.predict
 
     def __call__(
@@ -108,7 +109,9 @@ class Predictor:
             "num_inference_steps": steps or settings.num_inference_steps or defaults.num_inference_steps,
             "guidance_scale": settings.guidance_scale if guidance is None else guidance,
             "true_cfg_scale": cfg,
-            "preprocessing": self._processor_settings.model_dump(mode="json"),
+            "preprocessing": self._processor_settings.model_dump(mode="json")
+            if self._processor_settings
+            else "pipeline",
         }
 
     def _denoised(
@@ -125,15 +128,21 @@ class Predictor:
 
     def tokens(self, sizes: Sequence[tuple[int, int]], size: tuple[int, int] | None) -> int:
         """Image tokens of an edit with controls of these (width, height) and this output (height, width)."""
-        shapes = [token_shape(*self._transform(index, *pixels).size) for index, pixels in enumerate(sizes)]
-        target = token_shape(*_checked(size)) if size else (shapes or [self._default_shape()])[0]
-        return image_tokens([target, *shapes])
+        target, transforms = self._transforms(sizes)
+        shapes = [token_shape(*transform.size) for transform in transforms]
+        return image_tokens([token_shape(*(_checked(size) if size else target)), *shapes])
 
-    def _transform(self, index: int, width: int, height: int) -> Transform:
-        name = f"control image {index + 1}"
-        if index == 0:
-            return self._processor.target(width, height, name)
-        return self._processor.control(index - 1, width, height, name)
+    def _transforms(self, sizes: Sequence[tuple[int, int]]) -> tuple[Size, list[Transform]]:
+        """The size `(height, width)` of the result, and how control images of these (width, height) reach theirs.
+
+        The result is as large as the image to edit; without one it is a square.
+        """
+        if self._processor is None:
+            views = [self._family.reference_view(width, height) for width, height in sizes]
+            return (views[0] if views else self._family.reference_view(1024, 1024)).size, views
+        target = self._processor.target(*(sizes[0] if sizes else (1024, 1024)))
+        controls = [self._processor.control(index, *pixels, target) for index, pixels in enumerate(sizes)]
+        return target.size, controls
 
     @torch.no_grad()
     def prepare(self, edit: Edit) -> Prepared:
@@ -141,13 +150,14 @@ class Predictor:
         device, dtype = self._transformer.device, self._transformer.dtype
         self._family.check_controls(len(edit.controls), "edit")
         controls, shapes, seen = [], [], []
-        for index, image in enumerate(map(to_rgb, edit.controls)):
-            transform = self._transform(index, image.width, image.height)
+        images = list(map(to_rgb, edit.controls))
+        size, transforms = self._transforms([image.size for image in images])
+        for index, (image, transform) in enumerate(zip(images, transforms, strict=True)):
             controls.append(self._encoder.encode_images([to_pixels(transform(image))])[0].to(device))
             shapes.append(token_shape(*transform.size))
             view = self._family.prompt_view(index, image.size, transform)
             seen += [view(image)] if view else []
-        target = token_shape(*_checked(edit.size)) if edit.size else (shapes or [self._default_shape()])[0]
+        target = token_shape(*(_checked(edit.size) if edit.size else size))
         _, rows, columns = target
         generator = torch.Generator().manual_seed(edit.seed)
         channels = self._family.image_channels // 4
@@ -163,10 +173,6 @@ class Predictor:
             text=text,
             negative=negative[0] if negative else None,
         )
-
-    def _default_shape(self) -> ImageShape:
-        """Without an image to edit and without a size: a square of the configured area."""
-        return token_shape(*self._processor.target(1024, 1024).size)
 
 
 def _checked(size: tuple[int, int]) -> tuple[int, int]:

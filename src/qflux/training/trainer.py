@@ -256,9 +256,11 @@ class Trainer:
         return Predictor(self.family, components, self.config, self._preprocessing(records))
 
     def _preprocessing(self, records: Sequence[Record]) -> ProcessorSettings | None:
-        """How the images of the adapters' runs reached their size, if that is known and wanted."""
+        """How images reach their size; nothing: as in the reference pipeline."""
+        if self.config.predict.preprocessing == "config":
+            return self.config.data.processor
         known = [record.preprocessing for record in records if record.preprocessing]
-        if not known or self.config.predict.preprocessing == "config":
+        if not known or self.config.predict.preprocessing == "pipeline":
             return None
         recorded, *others = known
         if any(other != recorded for other in others):
@@ -268,7 +270,7 @@ class Trainer:
                 {**self.config.dump(), "data": {**self.config.dump()["data"], "processor": recorded}}
             ).data.processor
         except ConfigError as error:
-            logger.warning("the LoRA's preprocessing can't be used, data.processor is: %s", error.problem)
+            logger.warning("the LoRA's preprocessing can't be used, the pipeline's is: %s", error.problem)
             return None
 
     def _transformer(self, world: World) -> nn.Module:

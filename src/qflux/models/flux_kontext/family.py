@@ -10,10 +10,11 @@ from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
+from qflux.data.geometry import KONTEXT_SIZES, Transform, closest_aspect
 from qflux.models.family import Defaults, Family, ModelInputs
 from qflux.models.flux_kontext.components import FluxKontextComponents
 from qflux.models.flux_kontext.encoders import FluxKontextEncoder, text_counter
-from qflux.models.flux_kontext.names import original_names
+from qflux.models.flux_kontext.names import SWAPPED, original_names
 from qflux.models.flux_kontext.tiny import tiny
 from qflux.models.flux_kontext.transformer import FluxTransformer2DModel
 from qflux.models.loading import checkpoint_folder, load_other, load_part
@@ -77,6 +78,7 @@ FLUX_KONTEXT = Family(
     pipeline="FluxKontextPipeline",
     controls=(0, None),
     prompt_view=lambda index, size, transform: None,
+    reference_view=lambda width, height: Transform(closest_aspect(KONTEXT_SIZES, width, height), "stretch"),
     defaults=Defaults(num_inference_steps=28, true_cfg_scale=1.0, max_sequence_length=512),
     text_parts=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
     image_parts=("vae",),
@@ -91,5 +93,6 @@ FLUX_KONTEXT = Family(
     blocks=blocks,
     lora_prefix="transformer.",
     original_names=original_names,
+    swapped_names=SWAPPED,
     text_channels=4096,
 )

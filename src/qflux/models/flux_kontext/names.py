@@ -35,7 +35,10 @@ _TOP = {
     "vector_in.in_layer": ("time_text_embed.text_embedder.linear_1",),
     "vector_in.out_layer": ("time_text_embed.text_embedder.linear_2",),
     "final_layer.linear": ("proj_out",),
+    "final_layer.adaLN_modulation.1": ("norm_out.linear",),
 }
+SWAPPED = frozenset({"final_layer.adaLN_modulation.1"})
+"""Its outputs are shift and scale; diffusers' `norm_out.linear` gives scale and shift."""
 _KINDS = (("double_blocks", "transformer_blocks", _DOUBLE), ("single_blocks", "single_transformer_blocks", _SINGLE))
 
 

@@ -20,6 +20,7 @@ from qflux.models.qwen_image.encoders import QwenImageEncoder, text_counter
 from qflux.models.qwen_image.prompts import (
     ONE_IMAGE,
     PICTURES,
+    REFERENCE_AREA,
     TEXT_TO_IMAGE,
     PromptProcessor,
     Template,
@@ -97,6 +98,7 @@ def _family(name: str, pipeline: str, template: Template, controls: tuple[int, i
         image_parts=("vae",),
         controls=controls,
         prompt_view=view,
+        reference_view=lambda width, height: Transform(condition_size(width, height, REFERENCE_AREA), "stretch"),
         defaults=Defaults(num_inference_steps=50, true_cfg_scale=4.0, max_sequence_length=1024),
         tiny=partial(tiny, sees_images=sees_images),
         transformer=QwenImageTransformer2DModel,

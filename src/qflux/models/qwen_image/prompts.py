@@ -19,6 +19,9 @@ from qflux.errors import DataError
 IMAGE_TOKEN = "<|image_pad|>"
 VISION = f"<|vision_start|>{IMAGE_TOKEN}<|vision_end|>"
 CONDITION_AREA = 384 * 384
+"""Of an image as Edit-Plus' text encoder sees it."""
+REFERENCE_AREA = 1024 * 1024
+"""Of an image as the VAE sees it, and of what is drawn."""
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -115,7 +118,7 @@ def _expand(text: str, counts: Any) -> str:
 
 
 def condition_size(width: int, height: int, area: int = CONDITION_AREA) -> tuple[int, int]:
-    """`(height, width)` of an image as the text encoder sees it: about `area` pixels, multiples of 32."""
+    """`(height, width)` of an image as the pipelines size it: about `area` pixels, multiples of 32."""
     ideal = math.sqrt(area * width / height)
     return max(1, round(ideal * height / width / 32)) * 32, max(1, round(ideal / 32)) * 32
 
