@@ -1,12 +1,15 @@
-"""One LoRA training step on samples of different sizes: padded against packed, in one run.
+"""One LoRA training step on samples of different sizes: packed against padded, and against one by one, in one run.
 
     python benchmarks/mixed_batch.py                     # CUDA: the full 12B shape; CPU: scaled down
     python benchmarks/mixed_batch.py --model qwen        # Qwen-Image 20B instead of FLUX 12B
     python benchmarks/mixed_batch.py --rows packed       # some rows only
 
-The batches are four edits of 2 n image tokens (target and control), with 512 text tokens (FLUX) or 260 to 700 (Qwen):
-n = 1024 / 1600 / 2304 / 4096 (45 % of a padded batch is padding) and n = 1024 / 1600 / 1536 / 1872 (19 %).
-Weights are random: speed and memory do not depend on them.
+The batches are edits of 2 n image tokens (target and control), with 512 text tokens (FLUX) or 260 to 700 (Qwen): four
+with n = 1024 / 1600 / 2304 / 4096 (45 % of a padded batch is padding), four with n = 1024 / 1600 / 1536 / 1872 (19 %),
+and sixteen of 256 to 512 pixels, n = 256 to 1024. Weights are random: speed and memory do not depend on them.
+
+"One by one" is what most people would do instead: batch size 1, gradients accumulated over the same samples, in
+diffusers' own forward (which qflux's class runs for a single sample), compiled.
 
 Model-FLOP utilisation counts the arithmetic of valid tokens only (forward once, backward through frozen weights once,
 no recomputation) over the device's peak, so that work on padding is not rewarded.
@@ -40,7 +43,11 @@ from qflux.ragged.layout import PackedLayout, PaddedLayout, image_tokens, paddin
 from qflux.ragged.rope import image_ids
 from qflux.training.flops import PEAKS, StepFlops
 
-BATCHES = {"45 %": (1024, 1600, 2304, 4096), "19 %": (1024, 1600, 1536, 1872)}
+BATCHES = {
+    "four, 45 %": (1024, 1600, 2304, 4096),
+    "four, 19 %": (1024, 1600, 1536, 1872),
+    "sixteen small": (256, 384, 512, 640, 768, 896, 1024, 320, 448, 576, 704, 832, 960, 288, 1008, 400),
+}
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,7 @@ def build_model(scale: Scale, device: str) -> Any:
 
 
 def training_step(model: Any, scale: Scale, batch: Batch, mode: str, device: str) -> Callable[[], None]:
-    """A closure that does one optimizer step in `mode`: packed, padded, or padded through diffusers' own forward."""
+    """A closure that does one optimizer step in `mode`; "diffusers" is its own forward on the padded batch."""
     options: dict[str, Any] = {"device": device, "dtype": scale.dtype}
     count = len(batch.targets)
     torch.manual_seed(0)
@@ -127,13 +134,28 @@ def training_step(model: Any, scale: Scale, batch: Batch, mode: str, device: str
     inputs = ModelInputs(image, batch.shapes, text, torch.rand(count, device=device), 3.5, padded=mode == "padded")
     velocity = get_family(scale.family).velocity
 
+    def one_by_one() -> None:
+        images, goals = image.split(batch.image_lengths), goal.split(batch.image_lengths)
+        for number in range(count):
+            alone = ModelInputs(
+                images[number],
+                batch.shapes[number : number + 1],
+                text[number : number + 1],
+                inputs.sigma[number, None],
+                3.5,
+            )
+            loss = (velocity(model, alone) - goals[number]).float().square().sum() / goal.numel()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
     def step() -> None:
         predicted = stock_velocity(model, inputs) if mode == "diffusers" else velocity(model, inputs)
         (predicted - goal).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    return one_by_one if mode == "one by one" else step
 
 
 def stock_velocity(model: Any, inputs: ModelInputs) -> Tensor:
@@ -220,9 +242,11 @@ ROWS = (
     ("padded", False, True),
     ("packed", False, True),
     ("padded", True, True),
+    ("one by one", True, True),
     ("packed", True, True),
     ("diffusers", False, True),
-    ("packed, all activations", True, False),
+    ("one by one", True, False),
+    ("packed", True, False),
 )
 
 
@@ -243,31 +267,43 @@ def main() -> None:
     model = build_model(scale, device)
     flops = StepFlops(model, scale.layers + scale.single_layers, trains_all=False)
     table = [
-        "| padding | mode | blocks | checkpointing | s/step | against padded | peak GiB | MFU |",
-        "|---|" * 1 + "---|" * 7,
+        "| batch (padding) | mode | blocks | checkpointing | s/step | padded / it | one by one / it | peak GiB | MFU |",
+        "|---" * 9 + "|",
     ]
     for name in arguments.batches:
-        texts = [n // scale.divide for n in scale.text_lengths]
+        count = len(BATCHES[name])
+        texts = [n // scale.divide for n in (scale.text_lengths * count)[:count]]
         batch = Batch([n // scale.divide for n in BATCHES[name]], texts)
-        baseline: dict[bool, float] = {}
+        baseline: dict[tuple[str, bool, bool], float] = {}
         for mode, compiled, checkpointing in ROWS:
             if mode not in arguments.rows or (device == "cpu" and (compiled or not checkpointing)):
                 continue
+            if name not in ("four, 45 %", "four, 19 %") and (not compiled or mode in ("padded", "diffusers")):
+                continue  # what is slow anyway
             if mode == "diffusers" and arguments.model == "qwen":  # it can't mask image tokens at all
                 continue
             # cuDNN attention crashes on a padded, masked, checkpointed 12B batch (torch 2.11).
-            torch.backends.cuda.enable_cudnn_sdp(mode.startswith("packed"))
+            torch.backends.cuda.enable_cudnn_sdp(mode in ("packed", "one by one"))
             set_execution(model, scale, compiled, checkpointing)
-            seconds, gib = measure(training_step(model, scale, batch, mode, device), scale, device, 1 + compiled)
-            if mode == "padded":
-                baseline[compiled] = seconds
+            try:
+                seconds, gib = measure(training_step(model, scale, batch, mode, device), scale, device, 1 + compiled)
+            except torch.OutOfMemoryError:
+                print(f"{name}: {mode}, checkpointing {checkpointing}: out of memory", flush=True)
+                model.zero_grad()
+                gc.collect()
+                torch.cuda.empty_cache()
+                continue
+            baseline[mode, compiled, checkpointing] = seconds
             cells = (
                 f"{name} ({padding_ratio(batch.image_lengths):.1%})",
                 mode,
                 "compiled" if compiled else "eager",
                 "full" if checkpointing else "off",
                 f"{seconds:.2f}",
-                f"{baseline[compiled] / seconds:.2f}x" if compiled in baseline else "-",
+                *(
+                    _ratio(baseline.get((rival, compiled, checkpointing)), seconds)
+                    for rival in ("padded", "one by one")
+                ),
                 f"{gib:.1f}",
                 f"{flops(batch.lengths) / seconds / peak:.1%}",
             )
@@ -277,6 +313,10 @@ def main() -> None:
             if device == "cuda":
                 torch.cuda.empty_cache()
     print("\n" + "\n".join(table))
+
+
+def _ratio(rival: float | None, seconds: float) -> str:
+    return "–" if rival is None else f"{rival / seconds:.2f}x"
 
 
 def set_execution(model: Any, scale: Scale, compiled: bool, checkpointing: bool) -> None:

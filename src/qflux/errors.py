@@ -6,6 +6,7 @@ line prints it without a traceback and exits with code 2; anything else is a bug
 
 from __future__ import annotations
 
+import re
 import reprlib
 
 
@@ -54,6 +55,25 @@ def cut(value: object) -> str:
     """A value as a message shows it: shortened if it is long. It may be a megabyte, or hold itself."""
     text = _SHORTENED.repr(value)
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+
+
+_SECRETS = (
+    (re.compile(r"(://)[^/\s:@]*:[^/\s@]*@"), r"\1***@"),
+    (re.compile(r"(://)[^/\s:@]{8,}@"), r"\1***@"),
+    (
+        re.compile(r"([?&;](?:[\w-]*(?:token|key|secret|password|signature|credential)|sig|auth)=)[^&\s'\"]+", re.I),
+        r"\1***",
+    ),
+    (re.compile(r"\b(hf|sk|ghp|gho|github_pat|glpat)([_-])[A-Za-z0-9_-]{8,}"), r"\1\2***"),
+)
+"""Passwords and tokens in addresses, and tokens by the way they begin."""
+
+
+def redacted(text: str) -> str:
+    """A text without the secrets that addresses in it may hold."""
+    for pattern, replacement in _SECRETS:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 def collected(kind: type[QfluxError], headline: str, problems: list[str], remedy: str = "") -> QfluxError:

@@ -16,6 +16,7 @@ from PIL import Image
 from qflux.adapters.attach import Weighted
 from qflux.cli import main
 from qflux.config import Config
+from qflux.config.training import PredictSettings
 from qflux.errors import DataError
 from qflux.sampling.gallery import Gallery, read_notes
 from qflux.sampling.job_run import JobRun
@@ -48,7 +49,7 @@ def write_jobs(folder: Path, rows: list[dict]) -> Path:
 
 @pytest.fixture
 def settings(config) -> Config:
-    return config("predict.num_inference_steps=2")
+    return config("predict.num_inference_steps=2", "predict.preprocessing=config")
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +212,9 @@ def predict_all(config: Config, rank: int, jobs: Path, out: Path, lora: Path) ->
     Gallery.add = counted
     listed = read_jobs(jobs)
     predictor = Trainer(config).predictor([Weighted(lora)])
-    JobRun(predictor, out, {"adapters": [str(lora)]}, 0, 700)(listed.jobs, None, lambda *_: None)
+    JobRun(predictor, out, {"adapters": [str(lora)]}, PredictSettings(max_tokens=700))(
+        listed.jobs, None, lambda *_: None
+    )
 
 
 def test_kill_9_in_a_run_of_fifty_jobs_makes_each_image_once_with_the_same_bytes(settings, images, lora, tmp_path):

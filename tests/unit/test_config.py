@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+import tracemalloc
+
 import pytest
 import yaml
 
@@ -159,3 +163,91 @@ def test_a_home_folder_is_expanded():
 def test_init_args_that_are_no_mapping_are_reported_with_everything_else():
     with pytest.raises(ConfigError, match=r"2 problems(.|\n)*init_args(.|\n)*data: give either path"):
         load_config({"model": {"pretrained": "x"}, "data": {"init_args": [1]}})
+
+
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{name}: &{name} [{','.join(['*' + before] * 10)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+MERGES = "a: &a {x: 1}\n" + "".join(
+    f"{name}: &{name} {{<<: [{', '.join(['*' + before] * 20)}]}}\n"
+    for before, name in zip("abcdefg", "bcdefgh", strict=True)
+)
+HOSTILE = {
+    "references within references": (BOMB, "more than 100,000 values"),
+    "references within lists of a mapping": (
+        f"data: {{path: x}}\nmodel: {{pretrained: x}}\n{BOMB}",
+        "more than 100,000",
+    ),
+    "itself": ("a: &a [*a]", "more than 100,000 values"),
+    "merges within merges": (MERGES, "not valid YAML"),
+    "no boolean": ("seed: !!bool maybe", "not valid YAML"),
+    "no time": ("seed: !!timestamp x", "not valid YAML"),
+    "no number": ("seed: !!int x", "not valid YAML"),
+    "a hundred thousand brackets": ("[" * 100_000, "not valid YAML"),
+    "a megabyte": ("a: " + "x" * 5_000_000, "a config has a few thousand"),
+    "python": ("a: !!python/object/apply:os.system [ls]", "not valid YAML"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_yaml_is_a_short_error_and_costs_neither_time_nor_memory(name, tmp_path):
+    text, message = HOSTILE[name]
+    (tmp_path / "x.yaml").write_text(text)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match=message) as error:
+            load_config(tmp_path / "x.yaml")
+        assert tracemalloc.get_traced_memory()[1] < 200e6
+    finally:
+        tracemalloc.stop()
+    assert len(str(error.value)) < 2000
+
+
+def test_forty_thousand_keys_are_counted_and_a_few_are_shown(tmp_path, monkeypatch):
+    looked = []
+    import difflib
+
+    matches = difflib.get_close_matches
+    monkeypatch.setattr(
+        "qflux.config.reader.difflib.get_close_matches", lambda *a, **k: looked.append(1) or matches(*a, **k)
+    )
+    (tmp_path / "x.yaml").write_text("".join(f"key{number}: 1\n" for number in range(40_000)))
+    with pytest.raises(ConfigError, match=r"\(400\d\d problems\)") as error:
+        load_config(tmp_path / "x.yaml")
+    assert len(str(error.value)) < 5000
+    assert len(looked) <= 100, "each unknown key is compared with the known ones"
+
+
+@pytest.mark.parametrize(
+    "value", ["'" + "x" * 100_000 + "'", "[" + "1," * 30_000 + "1]", "{a: {b: {c: {d: [" + "1," * 999 + "1]}}}}"]
+)
+@pytest.mark.parametrize("key", ["seed", "model.dtype", "data.processor.target_size", "data.sources", "optimizer"])
+def test_a_value_of_any_length_is_shown_in_a_few_words(key, value):
+    with pytest.raises(ConfigError) as error:
+        load_config(MINIMAL, [f"{key}={value}"])
+    assert all(len(line) < 500 for line in str(error.value).splitlines())
+
+
+def test_check_reads_the_config_before_anything_heavy_is_imported(tmp_path):
+    (tmp_path / "x.yaml").write_text("nothing: right\n")
+    program = (
+        "import sys\nfrom qflux.cli import main\n"
+        f"try:\n    main(['check', {str(tmp_path / 'x.yaml')!r}])\nexcept SystemExit as ended:\n"
+        "    sys.exit(99 if 'torch' in sys.modules or 'diffusers' in sys.modules else ended.code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "nothing: unknown key" in done.stderr
+
+
+def test_an_empty_list_of_candidates_is_told(caplog):
+    load_config(MINIMAL, ["data.processor.multi_resolutions=[]"])
+    assert "multi_resolutions is an empty list" in caplog.text
+
+
+def test_no_limit_on_aspect_ratios_is_none():
+    assert load_config(MINIMAL, ["data.processor.max_aspect_ratio=null"]).data.processor.max_aspect_ratio is None
+
+
+def test_fp8_weights_and_compilation_are_refused_together():
+    assert "model.quantization: fp8 and train.compile" in problems_of("model.quantization=fp8", "train.compile=true")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from qflux.config import CacheSource, load_config
 from qflux.data.cache import EmbeddingCacheManager
 from qflux.data.encoded import WHOLE, Variant
 from qflux.data.migrate import migrate
-from qflux.data.stored import read_stored, read_torch
+from qflux.data.stored import read_stored
+from qflux.data.torch_files import read_torch
 from qflux.data.upkeep import verify
 from qflux.errors import CacheError, DataError
 from qflux.losses import map_mask_to_latent
@@ -72,7 +74,7 @@ VARIANTS = {
 def test_every_variant_loads_with_its_shapes(tmp_path, name):
     values, shapes = VARIANTS[name]
     torch.save(values, tmp_path / "a.pt")
-    encoded, _ = read_torch(tmp_path / "a.pt")
+    encoded = read_torch(tmp_path / "a.pt")[0].encoded
     assert list(encoded.img_shapes) == shapes
     assert torch.equal(encoded.latents[0], values["image_latents"].reshape(-1, 64))
     assert [len(latents) for latents in encoded.latents] == [h * w for _, h, w in shapes]
@@ -82,9 +84,9 @@ def test_every_variant_loads_with_its_shapes(tmp_path, name):
 
 def test_configured_defaults_stand_in_for_missing_sizes(tmp_path):
     torch.save(flux_file(64, 96, controls=[(64, 96)]), tmp_path / "a.pt")
-    with pytest.raises(CacheError, match=r"a\.pt is of format 1\.0 and does not say its height(.|\n)*default_size"):
+    with pytest.raises(CacheError, match=r"a\.pt does not say its height(.|\n)*default_size"):
         read_torch(tmp_path / "a.pt")
-    encoded, _ = read_torch(tmp_path / "a.pt", (64, 96))
+    encoded = read_torch(tmp_path / "a.pt", (64, 96))[0].encoded
     assert encoded.img_shapes == ((1, 4, 6), (1, 4, 6))
 
 
@@ -92,7 +94,7 @@ def test_padded_qwen_text_keeps_its_valid_tokens(tmp_path):
     values = flux_file(**SIZE) | SIZE | {"prompt_embeds_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])}
     del values["pooled_prompt_embeds"]
     torch.save(values, tmp_path / "a.pt")
-    encoded, _ = read_torch(tmp_path / "a.pt")
+    encoded = read_torch(tmp_path / "a.pt")[0].encoded
     assert torch.equal(encoded.text.tokens, values["prompt_embeds"][0, :5])
     assert encoded.text.pooled is None
 
@@ -103,7 +105,7 @@ def test_a_mask_in_pixels_is_brought_to_token_space(tmp_path, form):
     tokens = map_mask_to_latent(pixels[None])[0]
     mask = {"pixels": pixels, "bytes": (pixels * 255).byte(), "batch of pixels": pixels[None], "tokens": tokens}[form]
     torch.save(flux_file(**SIZE) | SIZE | {"mask": mask}, tmp_path / "a.pt")
-    encoded, _ = read_torch(tmp_path / "a.pt")
+    encoded = read_torch(tmp_path / "a.pt")[0].encoded
     assert torch.allclose(encoded.mask, tokens)
 
 
@@ -123,7 +125,9 @@ class Exploit:
     ("values", "problem"),
     [
         (flux_file(**SIZE) | SIZE | {"version": "3.0"}, "is of format 3.0; 1.0 and 2.0 can be read"),
-        (flux_file(**SIZE) | {"version": "2.0"}, "is not a sample of format 2.0"),
+        (flux_file(**SIZE) | {"version": "2.0"}, "does not say its height"),
+        (flux_file(**SIZE) | {"version": "2.0", "img_shapes": 7}, "is not a sample of format 2.0"),
+        (flux_file(**SIZE) | {"version": "2.0", "img_shapes": [(1, 3, 6)]}, "do not fit the shapes"),
         (flux_file(**SIZE) | {"height": 48, "width": 48}, "do not fit the shapes"),
         (flux_file(**SIZE, controls=[(32, 48)]) | SIZE | {"height_control": 64, "width_control": 64}, "do not make 6"),
         ({"prompt_embeds": torch.zeros(8, 32)}, "has no image_latents"),
@@ -237,3 +241,132 @@ def test_migrating_into_the_old_folder_is_refused(old_cache):
     for target in (old_cache, old_cache / "new"):
         with pytest.raises(DataError, match="lies in the old one"):
             migrate(CacheSource(type="cache", path=old_cache), target)
+
+
+def write_original(root: Path, name: str, tensors: dict[str, torch.Tensor], **metadata) -> None:
+    """A sample as the original's `EmbeddingCacheManager.save_cache_embedding` leaves it: everything in float16."""
+    described = {"version": "2.0", **metadata}
+    for key, tensor in tensors.items():
+        described[key] = f"{name}{key}"
+        (root / key).mkdir(parents=True, exist_ok=True)
+        torch.save(tensor.to(torch.float16), root / key / f"{described[key]}.pt")
+    (root / "metadata").mkdir(parents=True, exist_ok=True)
+    (root / "metadata" / f"{name}.json").write_text(json.dumps(described, indent=2))
+
+
+def original_flux(shapes: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    """What its FLUX trainer caches for a target and controls of these rows and columns; nothing says the target's."""
+    ids = [
+        torch.stack([torch.tensor([number, row, column]) for row in range(rows) for column in range(columns)])
+        for number, (rows, columns) in enumerate(shapes)
+    ]
+    tokens = [rows * columns for rows, columns in shapes]
+    return {
+        "image_latents": torch.randn(tokens[0], 64),
+        "control_latents": torch.randn(sum(tokens[1:]), 64),
+        "pooled_prompt_embeds": torch.randn(24),
+        "prompt_embeds": torch.randn(8, 32),
+        "empty_pooled_prompt_embeds": torch.randn(24),
+        "empty_prompt_embeds": torch.randn(8, 32),
+        "control_ids": torch.cat(ids[1:]).float(),
+        "text_ids": torch.zeros(8, 3),
+    }
+
+
+@pytest.fixture
+def original(tmp_path) -> Path:
+    """A cache as the original writes it: the target aligned with its first control, as its configs have it."""
+    root = tmp_path / "original"
+    write_original(root, "one", original_flux([(4, 6), (4, 6)]))
+    write_original(root, "two", original_flux([(5, 4), (5, 4), (3, 7)]))
+    write_original(root, "said", original_flux([(4, 6), (2, 2)]), img_shapes=[[3, 64, 96], [3, 32, 32]])
+    return root
+
+
+def test_a_cache_of_the_original_loads_with_its_shapes_and_says_what_was_rebuilt(original, caplog):
+    samples, listing = read_stored(CacheSource(type="cache", path=original))
+    assert not listing.faults
+    shapes = {sample.example.name: sample.img_shapes for sample in samples}
+    assert shapes == {
+        "one": ((1, 4, 6), (1, 4, 6)),
+        "two": ((1, 5, 4), (1, 5, 4), (1, 3, 7)),
+        "said": ((1, 4, 6), (1, 2, 2)),
+    }
+    assert "the shapes of 2 samples are rebuilt from position ids" in caplog.text
+    for sample in samples:
+        assert sample.variants == (WHOLE, Variant(caption=False))
+    (one,) = (sample for sample in samples if sample.example.name == "one")
+    stored = torch.load(original / "control_latents" / "onecontrol_latents.pt")
+    assert torch.equal(one.load(WHOLE).latents[1], stored)
+
+
+def test_a_cache_of_the_original_trains_and_migrates(original, checkpoint, tmp_path):
+    settings = training_config(
+        checkpoint, tmp_path, [{"type": "cache", "path": str(original)}], "train.caption_dropout=0.5"
+    )
+    assert Trainer(settings).fit().coverage.trained == 3
+    result = migrate(CacheSource(type="cache", path=original), tmp_path / "new")
+    assert (result.samples, result.failed) == (3, [])
+    old, _ = read_stored(CacheSource(type="cache", path=original))
+    new, _ = read_stored(CacheSource(type="cache", path=tmp_path / "new"))
+    assert {s.id: s.img_shapes for s in new} == {s.id: s.img_shapes for s in old}
+
+
+def test_the_originals_qwen_cache_needs_a_size_and_takes_one(tmp_path):
+    """Nothing in it tells 4x6 tokens from 6x4."""
+    tensors = original_flux([(4, 6), (4, 6)])
+    names = ("pooled_prompt_embeds", "empty_pooled_prompt_embeds", "control_ids", "text_ids")
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in names}
+    tensors |= {"prompt_embeds_mask": torch.tensor([1] * 5 + [0] * 3), "empty_prompt_embeds_mask": torch.ones(8)}
+    write_original(tmp_path, "a", tensors)
+    _, listing = read_stored(CacheSource(type="cache", path=tmp_path))
+    assert "default_size" in listing.faults[0].remedy
+    (sample,), _ = read_stored(CacheSource(type="cache", path=tmp_path, default_size=(64, 96)))
+    assert sample.img_shapes == ((1, 4, 6), (1, 4, 6))
+    assert sample.text_tokens == 5
+
+
+def test_a_damaged_cache_of_the_original_names_the_file(original, tmp_path):
+    (original / "prompt_embeds" / "oneprompt_embeds.pt").unlink()
+    (original / "metadata" / "two.json").write_text("{")
+    outside = tmp_path / "secret.pt"
+    torch.save(torch.zeros(1), outside)
+    (original / "metadata" / "evil.json").write_text(json.dumps({"version": "2.0", "image_latents": "../../secret"}))
+    samples, listing = read_stored(CacheSource(type="cache", path=original))
+    assert [sample.example.name for sample in samples] == ["said"]
+    faults = " ".join(map(str, listing.faults))
+    assert "oneprompt_embeds.pt is missing" in faults
+    assert "leads out of the cache" in faults
+    assert "two.json names no tensors" in faults
+
+
+def test_a_file_with_several_samples_gives_each_one(checkpoint, tmp_path):
+    shapes = [[(1, 4, 6), (1, 2, 3)], [(1, 5, 4)], [(1, 2, 2), (1, 3, 3), (1, 1, 4)]]
+    targets, controls = [24, 20, 4], [6, 0, 13]
+    values = {
+        "version": "2.0",
+        "prompt_embeds": torch.randn(3, 8, 32),
+        "pooled_prompt_embeds": torch.randn(3, 24),
+        "image_latents": torch.full((3, 24, 64), float("nan")),
+        "control_latents": torch.full((3, 13, 64), float("nan")),
+        "img_shapes": shapes,
+        "n_controls": [1, 0, 2],
+        "mask": torch.rand(3, 24),
+    }
+    for row in range(3):
+        values["image_latents"][row, : targets[row]] = row
+        values["control_latents"][row, : controls[row]] = 10 + row
+    (tmp_path / "old").mkdir()
+    torch.save(values, tmp_path / "old" / "batch.pt")
+    samples, listing = read_stored(CacheSource(type="cache", path=tmp_path / "old"))
+    assert not listing.faults
+    assert [list(sample.img_shapes) for sample in samples] == shapes
+    assert len({sample.id for sample in samples}) == 3
+    for row, sample in enumerate(samples):
+        loaded = sample.load(WHOLE)
+        assert torch.equal(loaded.text.tokens, values["prompt_embeds"][row])
+        assert torch.equal(loaded.mask, values["mask"][row, : targets[row]])
+        assert bool((loaded.latents[0] == row).all())
+        assert all(bool((control == 10 + row).all()) for control in loaded.latents[1:])
+    settings = training_config(checkpoint, tmp_path, [{"type": "cache", "path": str(tmp_path / "old")}])
+    assert Trainer(settings).fit().coverage.trained == 3

@@ -8,8 +8,8 @@ Strength is in the alpha tensors, nowhere else: a loader that ignores metadata g
 for families whose pipeline reads alphas by a converter that knows no magnitudes (`Names.prefix` is empty): that is
 filed as PEFT does it, with the strength in the metadata.
 
-Read, besides these: OneTrainer (`lora_transformer_<layer>`), SimpleTuner's LyCORIS (`lycoris_<layer>`), PEFT's own files,
-and files with layers of a text encoder, which are left out.
+Read, besides these: OneTrainer (`lora_transformer_<layer>`), SimpleTuner's LyCORIS (`lycoris_<layer>`), PEFT's own
+files, and files with layers of a text encoder, which are left out.
 """
 
 from __future__ import annotations

@@ -2,112 +2,37 @@
 
 from __future__ import annotations
 
-import errno
-import logging
-import os
+import signal
 import sys
-import warnings
+import threading
 from collections.abc import Sequence
-from typing import Annotated
-
-import typer
-from rich.logging import RichHandler
-
-from qflux.cli.cache import cache_app
-from qflux.cli.checks import check, doctor
-from qflux.cli.demo import demo
-from qflux.cli.export import export
-from qflux.cli.fit import fit
-from qflux.cli.import_config import import_config
-from qflux.cli.init import init
-from qflux.cli.inspect import inspect
-from qflux.cli.predict import predict
-from qflux.cli.report import report
-from qflux.cli.schema import schema
-from qflux.cli.terminal import QUIET, complain, errors, is_first_process, say
-from qflux.errors import ConfigError, Interrupted, QfluxError
-from qflux.version import VERSION
-
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=True,
-)
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        say(f"qflux {VERSION}")
-        raise typer.Exit
-
-
-@app.callback()
-def options(
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no warnings.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more; libraries may speak too.")] = False,
-    version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
-    ] = False,
-) -> None:
-    """Fine-tune image-editing diffusion transformers on images of different sizes in the same batch.
-
-    A first look, without a GPU: qflux demo. Your own data: qflux init, check, cache, fit, predict.
-    """
-    if quiet and verbose:
-        raise ConfigError("--quiet and --verbose exclude each other", "give one of them.")
-    if quiet:
-        QUIET.set()
-        logging.getLogger().setLevel(logging.ERROR)
-    if verbose:
-        for name in ("", "qflux", "diffusers"):
-            logging.getLogger(name).setLevel(logging.INFO)
-
-
-for command in (demo, init, check, inspect, fit, predict, export, report, doctor, schema, import_config):
-    app.command()(command)
-app.add_typer(cache_app, name="cache")
-
-
-# typer brings its own copy of click, depending on its version; its public exceptions lead to the right one.
-_UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+from typing import Any
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command. Exit code 0: done, 2: the input is wrong, 130: interrupted, 1: a bug."""
-    QUIET.clear()
-    _set_up_logging()
+    """Run a command. Exit code 0: done, 2: the input is wrong, 130: interrupted, 1: a bug.
+
+    Nothing is imported before signals are caught: Ctrl-C in the first moment, while Python still reads modules, ends a
+    command as it does later.
+    """
+    received: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    former = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and shells ignore one for good reason
+                former[number] = signal.signal(number, stop)
     try:
-        code = app(args=list(arguments) if arguments is not None else None, standalone_mode=False) or 0
-        if code == 130:  # what typer makes of Ctrl-C
-            raise KeyboardInterrupt
-        sys.exit(code)
-    except QfluxError as error:
-        complain(type(error).__name__, str(error))
-        sys.exit(2)
-    except OSError as error:
-        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        place = f"{error.filename}: " if error.filename else ""
-        complain("OSError", f"{place}{error.strerror}\n  → check the path, its permissions and free space.")
-        sys.exit(2)
-    except _UsageError as error:
-        if type(error).__name__ != "NoArgsIsHelpError":  # which has printed the help already
-            error.show()  # type: ignore[attr-defined]
-        sys.exit(2)
-    except (Interrupted, KeyboardInterrupt, typer.Abort) as error:
-        complain("interrupted", f"{str(error) or 'stopped'}; run the same command again to go on from what is saved.")
+        from qflux.cli.app import run  # noqa: PLC0415
+
+        run(arguments, lambda: bool(received))
+    except KeyboardInterrupt:  # before there was anything to say it with
+        sys.stderr.write("interrupted: stopped; run the same command again.\n")
         sys.exit(130)
-
-
-def _set_up_logging() -> None:
-    """qflux speaks for itself; libraries speak up when something is wrong."""
-    for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
-        os.environ.setdefault(name, "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    warnings.filterwarnings("ignore", module="PIL")  # what it warns of, `inspect` finds
-    for name, level in (("", logging.WARNING if is_first_process() else logging.ERROR), ("qflux", logging.NOTSET)):
-        logging.getLogger(name).setLevel(level)  # another call may have been told --quiet or --verbose
-    handler = RichHandler(console=errors, show_time=False, show_path=False)
-    logging.basicConfig(format="%(message)s", handlers=[handler])
-    for name in ("torchao", "torch.utils._pytree", "diffusers"):  # what they say on import is for their developers
-        logging.getLogger(name).setLevel(logging.ERROR)
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

@@ -14,6 +14,7 @@ from qflux.errors import DataError
 
 if TYPE_CHECKING:
     from qflux.adapters.attach import Weighted
+    from qflux.sampling.jobs import JobList
     from qflux.sampling.predict import Predictor
     from qflux.training.trainer import Trainer
 
@@ -64,7 +65,9 @@ def predict(
     settings += [f"predict.num_inference_steps={steps}"] if steps is not None else []
     settings += [f"predict.guidance_scale={guidance}"] if guidance is not None else []
     settings += [f"predict.seed={seed}"] if seed is not None else []
-    loras = weighted(lora, lora_scale)
+    loras = weighted(lora, lora_scale if lora else None)
+    if lora_scale and not lora and (prompt is not None or jobs is not None):
+        raise DataError("--lora-scale has no effect without --lora", "give both or neither.")
     from qflux.sampling.jobs import require_text  # noqa: PLC0415
 
     for text in (prompt, prompt_2, negative_prompt):
@@ -74,10 +77,25 @@ def predict(
         given = [name for name, value in alone.items() if value]
         if given:
             raise DataError(f"{given[0]} is for one edit, --jobs for many", "put it into the list of jobs.")
-        _predict_many(trainer_of(config, settings), jobs, output or Path("predictions"), prompt, negative_prompt, loras)
+        from qflux.sampling.jobs import read_jobs  # noqa: PLC0415
+
+        trainer = trainer_of(config, settings)
+        listed = read_jobs(expanded(jobs), prompt)
+        _predict_many(trainer, listed, output or Path("predictions"), negative_prompt, loras)
         return
     if prompt is None:
-        raise DataError("there is no --prompt", "say what to do, or give --jobs.")
+        from qflux.sampling.jobs import jobs_of  # noqa: PLC0415
+
+        trainer = trainer_of(config, settings)
+        named = trainer.config.predict
+        if image or not named.prompts:
+            raise DataError(
+                "there is no --prompt", "say what to do, give --jobs, or set predict.prompts in the config."
+            )
+        listed = jobs_of(named)
+        loras = loras or weighted(named.lora, lora_scale)
+        _predict_many(trainer, listed, output or named.output or Path("predictions"), negative_prompt, loras)
+        return
     size = (height, width) if height and width else None
     target = _image_file(output or Path("prediction.png"), image or [])
     _predict_one(trainer_of(config, settings), image or [], (prompt, prompt_2, negative_prompt), size, target, loras)
@@ -92,7 +110,7 @@ def _predict_one(
     loras: list[Weighted],
 ) -> None:
     from qflux.data.images import ImageFile, load_rgb  # noqa: PLC0415
-    from qflux.data.store import write_bytes  # noqa: PLC0415
+    from qflux.data.store import sweep, write_bytes  # noqa: PLC0415
     from qflux.sampling.gallery import encoded  # noqa: PLC0415
     from qflux.sampling.predict import Edit  # noqa: PLC0415
 
@@ -107,6 +125,7 @@ def _predict_one(
         size=size,
     )
     output.parent.mkdir(parents=True, exist_ok=True)
+    sweep(output.parent, output.name)
     predictor = trainer.predictor(loras)
     with progress_bar() as bar:
         task = bar.add_task("predict", total=None, note="")
@@ -125,17 +144,14 @@ def _predict_one(
 
 def _predict_many(
     trainer: Trainer,
-    jobs: Path,
+    listed: JobList,
     output: Path,
-    prompt: str | None,
     negative_prompt: str | None,
     loras: list[Weighted],
 ) -> None:
     from qflux.sampling.job_run import JobRun  # noqa: PLC0415
-    from qflux.sampling.jobs import read_jobs  # noqa: PLC0415
     from qflux.training.interrupt import exclusive  # noqa: PLC0415
 
-    listed = read_jobs(expanded(jobs), prompt)
     output = expanded(output)
     if output.exists() and not output.is_dir():
         raise DataError(f"--output {output} is no folder", "with --jobs, give a folder.")
@@ -143,7 +159,7 @@ def _predict_many(
     negative = settings.negative_prompt if negative_prompt is None else negative_prompt
     predictor = trainer.predictor(loras)
     with exclusive(output), progress_bar() as bar:
-        run = JobRun(predictor, output, _circumstances(trainer, predictor, loras), settings.seed, settings.max_tokens)
+        run = JobRun(predictor, output, _circumstances(trainer, predictor, loras), settings)
         task = bar.add_task("predict", total=len(listed.jobs), note="")
         report = run(
             listed.jobs, negative, lambda done, total, note: bar.update(task, completed=done, total=total, note=note)

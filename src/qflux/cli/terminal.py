@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from qflux.errors import DataError
+from qflux.errors import DataError, redacted
 
 if TYPE_CHECKING:
     from qflux.training.trainer import Trainer
@@ -90,14 +90,14 @@ def is_first_process() -> bool:
 
 def say(text: str) -> None:
     """A line as it is: paths may hold brackets, and must not be broken."""
-    console.print(_printable(text, console), markup=False, highlight=False, soft_wrap=True)
+    console.print(_printable(redacted(text), console), markup=False, highlight=False, soft_wrap=True)
 
 
 def complain(kind: str, text: str) -> None:
     """An error as it is, on the error stream."""
     process = "" if is_first_process() else f"process {os.environ['RANK']}: "
     errors.print(f"{process}[bold red]{kind}[/]: ", end="")
-    errors.print(_printable(text, errors), markup=False, highlight=False, soft_wrap=True)
+    errors.print(_printable(redacted(text), errors), markup=False, highlight=False, soft_wrap=True)
 
 
 def _printable(text: str, target: Console) -> str:

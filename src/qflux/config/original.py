@@ -1,7 +1,7 @@
 """Configs of the original qflux (qwen-image-finetune) as configs of this one.
 
-Every key of the old file is taken from it by the line that knows what it becomes here; what nothing has taken in the end
-has no counterpart, and is named.
+Every key of the old file is taken from it by the line that knows what it becomes here. What nothing has taken in the
+end has no counterpart, and is named.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class _Importer:
         self._put("model.pretrained", pretrained)
         if re.search(r"4bit|nf4|fp4|fp8", pretrained.lower()):
             self._note(
-                f"model.pretrained: the weights of {pretrained} are quantized already; if they do not load, name the base "
-                "they were made from, and set model.quantization"
+                f"model.pretrained: the weights of {pretrained} are quantized already; if they do not load, name the "
+                "base they were made from, and set model.quantization"
             )
         if self._take("model.quantize"):
             self._put("model.quantization", "fp8")
@@ -134,8 +134,8 @@ class _Importer:
             self._note("resize_mode is left out: images are resampled with Lanczos")
         if settings.pop("resize_controls_mask_to_image", None):
             self._note(
-                "resize_controls_mask_to_image is left out: the first control shares its target's transform, and a mask "
-                "must have the target's size"
+                "resize_controls_mask_to_image is left out: the first control shares its target's transform, and a "
+                "mask must have the target's size"
             )
         known = ("target_size", "target_pixels", "controls_size", "controls_pixels", "multi_resolutions")
         for name in (*known, "max_aspect_ratio"):
@@ -182,8 +182,7 @@ class _Importer:
             weighs = weighs or kind in ("MaskEditLoss", "AttentionMaskMseLoss")
             if kind not in ("MaskEditLoss", "AttentionMaskMseLoss", "MseLoss"):
                 self._missing("loss.class_path", class_path, "")
-            for name in weights:
-                weights[name] = options.pop(name, weights[name])
+            weights = {name: options.pop(name, value) for name, value in weights.items()}
             options.pop("eps", None)
             if options.pop("reduction", "mean") != "mean":
                 self._note("loss.init_args.reduction is left out: the loss of a step is a mean over its tokens")

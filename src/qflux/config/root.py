@@ -19,6 +19,7 @@ from qflux.config.training import (
     TrainSettings,
     ValidationSettings,
 )
+from qflux.errors import redacted
 
 
 class Config(Section):
@@ -52,6 +53,11 @@ class Config(Section):
     def _what_trains_is_not_quantized(self) -> Config:
         if self.model.quantization and self.train.method == "full":
             raise ValueError("train.method: full trains every weight, and model.quantization freezes them; set one")
+        if self.model.quantization == "fp8" and self.train.compile:
+            raise ValueError(
+                "model.quantization: fp8 and train.compile do not go together: compilation of a 12B model does not end "
+                "its first step in minutes; use one of them, or int8"
+            )
         if self.model.quantization == "nf4" and self.lora.type in ("lokr", "loha"):
             raise ValueError(f"lora.type: {self.lora.type} can't be put on an nf4 base; use fp8, int8 or another type")
         if self.model.quantization and self.train.distributed == "fsdp":
@@ -69,5 +75,14 @@ class Config(Section):
         return self.cache.path or self.output_dir / "cache"
 
     def dump(self) -> dict[str, Any]:
-        """Plain values, as they would stand in a config file."""
-        return self.model_dump(mode="json")
+        """Plain values, as they would stand in a config file; without secrets that somebody has put into addresses."""
+        values: dict[str, Any] = _redacted(self.model_dump(mode="json"))
+        return values
+
+
+def _redacted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _redacted(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_redacted(item) for item in value]
+    return redacted(value) if isinstance(value, str) else value

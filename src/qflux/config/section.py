@@ -59,6 +59,17 @@ Size = Annotated[
     WithJsonSchema(_SIZE_SCHEMA),
 ]
 Folder = Annotated[Path, Field(strict=False), AfterValidator(_expanded), WithJsonSchema({"type": "string"})]
+Paths = Annotated[
+    tuple[Folder, ...],
+    Field(strict=False),
+    BeforeValidator(lambda v: (v,) if isinstance(v, str | Path) else v),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+Texts = Annotated[
+    tuple[str, ...],
+    BeforeValidator(lambda v: (v,) if isinstance(v, str) else tuple(v) if isinstance(v, list) else v),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Names = Annotated[
     tuple[str, ...],

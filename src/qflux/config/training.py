@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from qflux.config.section import Folder, Names, Section, Seed
+from qflux.config.section import Folder, Names, Paths, Section, Seed, Texts
 
 
 class ModelSettings(Section):
@@ -203,8 +203,17 @@ class LossSettings(Section):
 
 
 class PredictSettings(Section):
-    """Defaults of `qflux predict`."""
+    """Defaults of `qflux predict`, and what it does if it is told nothing else."""
 
+    prompts: Texts = Field(default=(), description="edits to make when the command names none: one prompt, or several")
+    images: tuple[Paths, ...] = Field(
+        default=(), strict=False, description="control images of each of these prompts: a path, or a list of paths"
+    )
+    output: Folder | None = Field(default=None, description="where these edits go; default: the folder predictions")
+    lora: Paths = Field(default=(), description="LoRA files or adapter folders to use when the command names none")
+    batch_size: int | None = Field(
+        default=None, ge=1, description="edits at once at most; default: as max_tokens allows"
+    )
     num_inference_steps: int | None = Field(default=None, ge=1, description="default: 28 for FLUX, 50 for Qwen")
     guidance_scale: float = Field(default=3.5, description="told to guidance-distilled models (FLUX)")
     negative_prompt: str | None = Field(default=None, description="switches true CFG on; may be a space")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import os
 import stat
 import threading
 from collections.abc import Callable
@@ -67,12 +68,18 @@ class ImageFile:
     path: Path
 
     def open(self) -> ByteStream:
+        self._regular()
         return self.path.open("rb")
 
-    def stamp(self) -> list[Any]:
+    def _regular(self) -> os.stat_result:
+        """An error for a pipe or a device, which would be waited for without end."""
         status = self.path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
+        return status
+
+    def stamp(self) -> list[Any]:
+        status = self._regular()
         # The change time moves even when a tool restores the modification time of a replaced file.
         signs = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         return [str(self.path.absolute()), *signs]

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,33 @@ def write_chunks(path: Path, chunks: Iterable[bytes | memoryview], staging: Path
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def append_line(path: Path, value: Any) -> None:
+    """Add a line of JSON to a file; a full disk is reported with the file's name."""
+    try:
+        with path.open("a") as file:
+            file.write(json.dumps(value) + "\n")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def sweep(folder: Path, name: str | None = None) -> None:
+    """Remove what killed processes have left of files that were being written; of one file, or of all in a folder."""
+    for file in folder.glob(".*.tmp"):
+        found = re.fullmatch(r"\.(.+)\.(\d+)\.tmp", file.name)
+        if found and name in (None, found[1]) and not _is_alive(int(found[2])):
+            file.unlink(missing_ok=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def write_json(path: Path, value: Any, staging: Path | None = None) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from qflux.data.store import sync_folder, write_bytes
+from qflux.data.store import sweep, sync_folder, write_bytes
 from qflux.errors import DataError
 
 UNFINISHED = ".unfinished"
@@ -64,6 +64,8 @@ class Gallery:
         self._move(complete)
 
     def _recover(self) -> None:
+        """What a killed run has left: batches that were complete are put in place, the rest is removed."""
+        sweep(self.folder)
         unfinished = self.folder / UNFINISHED
         for batch in sorted(unfinished.iterdir()) if unfinished.is_dir() else []:
             if batch.suffix == ".tmp":

@@ -9,6 +9,7 @@ from typing import Any
 
 from PIL import Image
 
+from qflux.config.training import PredictSettings
 from qflux.data.images import ImageFile, load_rgb, read_facts
 from qflux.data.store import key_of, write_bytes
 from qflux.errors import DataError, QfluxError
@@ -51,14 +52,15 @@ class JobRun:
     """A predictor, a place for images, and what they depend on besides the jobs."""
 
     def __init__(
-        self, predictor: Predictor, folder: Path, circumstances: dict[str, Any], seed: int, max_tokens: int
+        self, predictor: Predictor, folder: Path, circumstances: dict[str, Any], settings: PredictSettings
     ) -> None:
         """`circumstances` are written into every image: the model, the adapters with their weights."""
         self._predictor = predictor
         self._gallery = Gallery(folder)
         self._circumstances = circumstances | predictor.settings()
-        self._seed = seed
-        self._max_tokens = max_tokens
+        self._seed = settings.seed
+        self._max_tokens = settings.max_tokens
+        self._batch_size = settings.batch_size
 
     def __call__(self, jobs: Sequence[Job], negative_prompt: str | None, progress: Progress) -> JobsReport:
         """Make every image that is not there yet."""
@@ -112,7 +114,8 @@ class JobRun:
         batches: list[list[_Checked]] = []
         room = 0
         for item in checked:
-            if item.tokens > room or not batches:
+            full = bool(batches) and len(batches[-1]) == self._batch_size
+            if item.tokens > room or full or not batches:
                 batches.append([])
                 room = self._max_tokens
             batches[-1].append(item)

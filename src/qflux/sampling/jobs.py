@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qflux.config.training import PredictSettings
 from qflux.data.images import SUFFIXES
 from qflux.errors import DataError
 
@@ -67,12 +68,40 @@ def read_jobs(path: Path, prompt: str | None = None) -> JobList:
         rows = _jsonl(path)
     else:
         raise DataError(f"--jobs {path} is neither a folder nor a .csv or .jsonl file", "give one of these.")
+    listed = _listed(rows, path if path.is_dir() else path.parent, prompt)
+    if not listed.jobs and not listed.problems:
+        raise DataError(f"--jobs {path} holds no job", "a folder needs images, a table needs rows.")
+    return listed
+
+
+def jobs_of(settings: PredictSettings) -> JobList:
+    """The edits that a config names: a prompt for each image, one prompt for all images, or one image for all prompts."""
+    prompts, images = list(settings.prompts), [list(map(str, paths)) for paths in settings.images]
+    if len(prompts) == 1:
+        prompts *= max(1, len(images))
+    if len(images) == 1:
+        images *= len(prompts)
+    if images and len(images) != len(prompts):
+        raise DataError(
+            f"predict has {len(prompts)} prompts and images for {len(images)}", "give images for each, or for all."
+        )
+    width = len(str(len(prompts)))
+    rows: list[Row] = []
+    for number, prompt in enumerate(prompts):
+        given = images[number] if images else []
+        stem = Path(given[0]).stem if given else "edit"
+        row = {"prompt": prompt, "images": given, "name": f"{number + 1:0{width}}-{stem}"}
+        rows.append((f"predict.prompts[{number}]", row))
+    return _listed(rows, Path(), None)
+
+
+def _listed(rows: Iterable[Row], root: Path, prompt: str | None) -> JobList:
     jobs, problems = [], []
     for place, row in rows:
         try:
             if isinstance(row, DataError):
                 raise row
-            jobs.append(_job(row, path if path.is_dir() else path.parent, prompt))
+            jobs.append(_job(row, root, prompt))
         except DataError as error:
             name = row.get("name") if isinstance(row, dict) else None
             problems.append(f"{_called(name, place)}: {error.problem}")
@@ -82,10 +111,7 @@ def read_jobs(path: Path, prompt: str | None = None) -> JobList:
         for job in jobs
         if job.name in twice
     ]
-    kept = [job for job in jobs if job.name not in twice]
-    if not kept and not problems:
-        raise DataError(f"--jobs {path} holds no job", "a folder needs images, a table needs rows.")
-    return JobList(kept, problems)
+    return JobList([job for job in jobs if job.name not in twice], problems)
 
 
 def _called(name: Any, place: str) -> str:

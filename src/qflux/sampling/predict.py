@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from qflux.models.family import Family, text_limit
 from qflux.ragged.layout import ImageShape, image_tokens
 from qflux.ragged.patches import pack, token_shape
 from qflux.sampling.sampler import OnStep, Prepared, Sampler
+
+logger = logging.getLogger(__name__)
 
 MOST_PIXELS, MOST_SIDE = 4096 * 4096, 8192
 
@@ -53,6 +56,7 @@ class Predictor:
         self._processor_settings = processor and processor.model_copy(update={"max_aspect_ratio": None})
         self._processor = ImageProcessor(self._processor_settings) if self._processor_settings else None
         self._settings = config.predict
+        self._told: set[str] = set()
 
     def __call__(
         self,
@@ -118,6 +122,7 @@ class Predictor:
         self, prepared: Sequence[Prepared], steps: int | None, guidance: float | None, on_step: OnStep | None
     ) -> list[Tensor]:
         chosen = self.settings(steps, guidance)
+        self._tell_of_guidance(prepared, chosen["true_cfg_scale"])
         return self._sampler(
             prepared,
             chosen["num_inference_steps"],
@@ -125,6 +130,21 @@ class Predictor:
             chosen["true_cfg_scale"],
             on_step,
         )
+
+    def _tell_of_guidance(self, prepared: Sequence[Prepared], scale: float) -> None:
+        """Say once what has no effect: a negative prompt at scale 1, or a scale without a negative prompt."""
+        has_negative = any(item.negative is not None for item in prepared)
+        if has_negative and scale <= 1:
+            self._tell(f"the negative prompt has no effect: predict.true_cfg_scale is {scale:g}; above 1 it has one")
+        if not has_negative and (self._settings.true_cfg_scale or 0) > 1:
+            self._tell(
+                f"predict.true_cfg_scale {scale:g} has no effect without a negative prompt; a space is one (' ')"
+            )
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            logger.warning("%s", text)
 
     def tokens(self, sizes: Sequence[tuple[int, int]], size: tuple[int, int] | None) -> int:
         """Image tokens of an edit with controls of these (width, height) and this output (height, width)."""

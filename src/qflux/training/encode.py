@@ -22,7 +22,7 @@ from qflux.data.images import load_mask, load_rgb, to_pixels
 from qflux.data.samples import Progress, SizedExample, gather, require_usable
 from qflux.data.store import key_of
 from qflux.data.stored import StoredSample
-from qflux.errors import CacheError, CheckpointError, DataError, collected
+from qflux.errors import CacheError, CheckpointError, DataError, collected, redacted
 from qflux.models.family import Encoder, Family, text_limit
 from qflux.models.loading import checkpoint_folder, identity
 from qflux.ragged.patches import mask_to_tokens
@@ -176,7 +176,7 @@ def _encoder_identities(config: Config, family: Family, cache: EmbeddingCacheMan
 
 def encoders_name(config: Config) -> str:
     """What the encoders of a config are remembered as."""
-    return f"{config.model.pretrained} ({config.family})"
+    return redacted(f"{config.model.pretrained} ({config.family})")
 
 
 def circumstances(config: Config) -> str:

@@ -95,6 +95,8 @@ class Reporter:
     flops: StepFlops
     peak: float | None
     """FLOP/s of all devices together."""
+    padded: bool = False
+    """Batches are padded, as the reference."""
     skipped: int = field(default=0)
 
     def report(self, note: StepNote, values: Sequence[float]) -> StepReport:
@@ -116,7 +118,8 @@ class Reporter:
             skipped_steps=self.skipped,
             samples=count,
             tokens=tokens,
-            padding_avoided=_padding(note),
+            padding_avoided=0.0 if self.padded else _padding(note),
+            padding_ratio=_padding(note) if self.padded else 0.0,
             seconds=note.seconds,
             waiting_seconds=note.waiting_seconds,
             tokens_per_second=tokens / note.seconds,

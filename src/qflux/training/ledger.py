@@ -17,7 +17,7 @@ from typing import Any
 
 from qflux.data.examples import Fault
 from qflux.data.plan import PlannedStep
-from qflux.data.store import write_bytes
+from qflux.data.store import append_line, write_bytes
 from qflux.training.encode import TrainingSample
 
 
@@ -55,8 +55,7 @@ class Ledger:
         """Step `number`, counted from 1, is done; or it was left out, because its loss was no number."""
         ids = [self._ids[visit.sample] for visit in step.visits]
         line = {"kind": "left out" if left_out else "step", "step": number, "epoch": step.epoch, "samples": ids}
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        append_line(self._path, line)
 
 
 def coverage(path: Path) -> Coverage:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from qflux.data.store import write_bytes
+from qflux.data.store import append_line, write_bytes
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ class StepReport:
     tokens: int
     """Valid text and image tokens."""
     padding_avoided: float
-    """The share of padded batches that would have been padding."""
+    """The share of padded batches that would have been padding; 0 where they are padded."""
+    padding_ratio: float
+    """The share of what was computed that is padding: 0, but for `train.execution: padded`."""
     seconds: float
     waiting_seconds: float
     """Of these, waiting for data."""
@@ -78,8 +80,7 @@ class LineFile:
         write_bytes(path, "".join(f"{line}\n" for line in kept.values()).encode())
 
     def append(self, value: dict[str, Any]) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps(_finite(value)) + "\n")
+        append_line(self._path, _finite(value))
 
 
 class Tracker(Protocol):

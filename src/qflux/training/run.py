@@ -52,8 +52,8 @@ from qflux.training.validation import HeldOutEdits, HeldOutLoss, Validation
 
 logger = logging.getLogger(__name__)
 
-MOST_PADDING, PADDING_STEPS = 0.3, 10
-"""A larger share of padding, after so many steps of padded execution, is worth a warning."""
+MOST_PADDING = 0.3
+"""A larger share of padding in an epoch is worth a warning."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,7 @@ class Run:
         self._reporter = Reporter(
             StepFlops(model.transformer, len(model.family.blocks(model.transformer)), model.is_full),
             (peak_of(device) or 0.0) * world.size or None,
+            padded=config.train.execution == "padded",
         )
         checkpoints.measure = self._held_out.measure
         self._journal: Journal | None = None
@@ -141,6 +142,8 @@ class Run:
         config = self._config
         if config.train.preflight:
             self._preflight()
+        if self._world.any(self._stop.requested):
+            raise Interrupted("stopped before the first step")
         done = self._checkpoints.resume(self._state)
         best = self._world.first(self._checkpoints.best)
         self._best = self._world.share(best[1] if best else None)
@@ -237,17 +240,19 @@ class Run:
             self._reports.append(report)
             if self._journal:
                 self._journal.step(report, note.step)
-            if len(self._reports) == PADDING_STEPS:
-                self._warn_of_padding()
+            self._warn_of_padding(report)
         return None
 
-    def _warn_of_padding(self) -> None:
-        padding = fmean(report.padding_avoided for report in self._reports)
-        if self._config.train.execution == "padded" and padding > MOST_PADDING:
+    def _warn_of_padding(self, report: StepReport) -> None:
+        """A word for every epoch in which too much padding was computed, when its last step is reported."""
+        if report.step not in (self._plan.first_step(report.epoch + 1), report.total_steps):
+            return
+        padding = fmean(other.padding_ratio for other in self._reports if other.epoch == report.epoch)
+        if padding > MOST_PADDING:
             logger.warning(
-                "%.0f %% of what is computed is padding (mean of %d steps); train.execution: packed computes none",
+                "%.0f %% of what was computed in epoch %d is padding; train.execution: packed computes none",
                 100 * padding,
-                len(self._reports),
+                report.epoch + 1,
             )
 
     def _stop_at(self, broken: _Broken) -> None:

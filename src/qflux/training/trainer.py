@@ -167,10 +167,12 @@ class Trainer:
 
         with ExitStack() as held:
             world.first(lambda: held.enter_context(exclusive(config.run_dir)))
-            stop = held.enter_context(deferred_signals())
             held.enter_context(repeatable(config.train.deterministic))
             model = TrainedModel(self._transformer(world), self.family, config, world, self.device)
             require_fitting(planned, model.transformer)
+            stop = held.enter_context(
+                deferred_signals()
+            )  # until here there is nothing to save, and stopping is at once
             run = Run(
                 config,
                 world,

@@ -144,8 +144,8 @@ class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
     ) -> Transformer2DModelOutput | tuple[Tensor]:
         """diffusers' arguments, and two ways to pass samples that differ.
 
-        Padded: `img_ids` may be `(S, 3)`, `(1, S, 3)` or `(B, S, 3)`, and `attention_mask` `(B, text + S)`, bool or 0/1, says which tokens are
-        valid. Padding is removed before anything is computed; its output rows are exactly zero.
+        Padded: `img_ids` may be `(S, 3)`, `(1, S, 3)` or `(B, S, 3)`, and `attention_mask` `(B, text + S)`, bool or
+        0/1, says which tokens are valid. Padding is removed before anything is computed; its output rows are zero.
 
         Packed: with `layout`, `hidden_states` is `(N, in_channels)`, `encoder_hidden_states` `(L, text channels)`,
         `img_ids` `(N, 3)`, `txt_ids` `(L, 3)`, and the output `(N, out_channels)`. `pooled_projections`, `timestep` and

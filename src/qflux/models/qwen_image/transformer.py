@@ -133,8 +133,9 @@ class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
         """diffusers' arguments, and two ways to pass samples that differ.
 
         Padded: `img_shapes` may differ per sample, in sizes and in number; image tokens beyond a sample's own are
-        padding. Shapes of fewer samples, one entry per prompt, are each repeated for the images of their prompt. `encoder_hidden_states_mask` `(B, P)` gives each sample its own text. `attention_mask` `(B, P + S)`,
-        bool or 0/1, may say both instead. Padding is removed before anything is computed; its output rows are zero.
+        padding. Shapes of fewer samples, one entry per prompt, are each repeated for the images of their prompt.
+        `encoder_hidden_states_mask` `(B, P)` gives each sample its own text. `attention_mask` `(B, P + S)`, bool or
+        0/1, may say both instead. Padding is removed before anything is computed; its output rows are zero.
         `image_rotary_emb` may hold precomputed positions: complex image `(B, S, D / 2)` and text `(B, P, D / 2)`.
 
         Packed: with `layout`, `hidden_states` is `(N, in_channels)`, `encoder_hidden_states` `(L, text channels)`, and
@@ -175,8 +176,14 @@ class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
         """diffusers' convention: an ordinary batch as it is, anything else packed, run, and put back into zeros."""
         shapes = _as_lists(img_shapes, len(image))
         alike = shapes is not None and all(sample == shapes[0] for sample in shapes)
-        ordinary = alike and turns is None and masks[1] is None and image_tokens(shapes[0]) == image.shape[1]
-        if ordinary and (masks[0] is None or torch.compiler.is_compiling()):
+        fits = shapes is not None and image_tokens(shapes[0]) == image.shape[1]
+        if (
+            alike
+            and fits
+            and turns is None
+            and masks[1] is None
+            and (masks[0] is None or torch.compiler.is_compiling())
+        ):
             # Decided without a look at any value, so that this call can be compiled and exported whole.
             return super().forward(image, text, masks[0], img_shapes=shapes, **conditions, return_dict=False)[0]
         padding = _padding(text, image, *masks, shapes)

@@ -1,0 +1,192 @@
+"""Stopped at any moment a command ends with 130 and a sentence; hostile files and full disks end with one too."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qflux.cli import main
+from qflux.data.images import ImageFile, load_rgb
+from qflux.data.store import append_line, sweep
+from qflux.errors import CheckpointError, DataError, redacted
+
+
+@pytest.fixture
+def config_file(config, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config().dump()))
+    return str(file)
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["at once", "while torch is read", "while weights load"])
+def test_a_signal_ends_a_real_process_without_a_traceback(moment, number, config_file, tmp_path):
+    """The process says itself when it is where the signal should find it."""
+    where = {
+        "at once": "import qflux.cli as spot; name = 'main'",
+        "while torch is read": "import qflux.cli.terminal as spot; name = 'trainer_of'",
+        "while weights load": "import qflux.training.trainer as spot; name = 'load_transformer'",
+    }[moment]
+    program = f"""
+import os, sys, time
+{where}
+def wait(*arguments, **options):
+    print('here', flush=True)
+    time.sleep(60)
+if name == 'main':
+    import qflux.cli
+    import builtins
+    original = builtins.__import__
+    def slow(module, *rest):
+        if module == 'qflux.cli.app':
+            wait()
+        return original(module, *rest)
+    builtins.__import__ = slow
+else:
+    setattr(spot, name, wait)
+    import qflux.cli.fit
+    if name == 'trainer_of':
+        qflux.cli.fit.trainer_of = wait
+from qflux.cli import main
+main(['fit', '--config', {config_file!r}])
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "here"
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert "Traceback" not in error
+    assert "interrupted" in error
+    assert "fetch the checkpoint again" not in error
+
+
+def test_what_a_library_makes_of_an_interruption_is_an_interruption(config_file, monkeypatch, capsys):
+    def loading(*arguments, **options):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            raise CheckpointError("it can't be loaded", "fetch the checkpoint again.") from None
+
+    monkeypatch.setattr("qflux.training.trainer.load_transformer", loading)
+    assert run("fit", "--config", config_file) == 130
+    assert "fetch the checkpoint again" not in capsys.readouterr().err
+
+
+def test_signals_are_as_they_were_after_a_command(config_file):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert run("check", config_file, "--set", "seed=x") == 2
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_pipe_is_no_image_and_is_not_waited_for(tmp_path, config_file, capsys):
+    pipe = tmp_path / "pipe.png"
+    os.mkfifo(pipe)
+    done: list[Exception] = []
+
+    def look() -> None:
+        try:
+            load_rgb(ImageFile(pipe))
+        except DataError as error:
+            done.append(error)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert done, "it waits for somebody to write into the pipe"
+    assert "not a regular file" in str(done[0])
+    assert run("predict", "--config", config_file, "--image", str(pipe), "--prompt", "x") == 2
+    assert "not a regular file" in capsys.readouterr().err
+
+
+def test_what_a_kill_has_left_beside_a_picture_is_swept_and_nothing_else(tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left = tmp_path / f".edit.png.{dead.pid}.tmp"
+    others = [tmp_path / f".edit.png.{os.getpid()}.tmp", tmp_path / ".edit.png.tmp", tmp_path / "edit.png"]
+    stranger = tmp_path / f".other.png.{dead.pid}.tmp"
+    for file in (left, stranger, *others):
+        file.touch()
+    sweep(tmp_path, "edit.png")
+    assert not left.exists()
+    assert stranger.exists()
+    sweep(tmp_path)
+    assert not stranger.exists()
+    assert all(file.exists() for file in others)
+
+
+def test_a_prediction_sweeps_what_an_earlier_one_left(config_file, data_set, tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left = tmp_path / f".edit.png.{dead.pid}.tmp"
+    left.touch()
+    image = str(next((data_set / "control_images").glob("*.png")))
+    settings = ["--set", "predict.preprocessing=config", "--steps", "2", "--output", str(tmp_path / "edit.png")]
+    assert run("predict", "--config", config_file, "--image", image, "--prompt", "x", *settings) == 0
+    assert not left.exists()
+
+
+def test_a_full_disk_names_the_file_also_of_a_line(tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(OSError, match="No space left") as error:
+        append_line(tmp_path / "metrics.jsonl", {"step": 1})
+    assert error.value.filename == str(tmp_path / "metrics.jsonl")
+
+
+SECRETS = {
+    "https://someone:hunter22@host/x": "hunter22",
+    "https://hf_abcdefghijklmnop@host/x": "hf_abcdefghijklmnop",
+    "https://host/x?token=abc123secret&y=1": "abc123secret",
+    "https://host/x?X-Amz-Signature=0a1b2c3d4e5f": "0a1b2c3d4e5f",
+    "the token is hf_AbCdEfGhIjKlMnOp, keep it": "hf_AbCdEfGhIjKlMnOp",
+}
+
+
+@pytest.mark.parametrize("text", SECRETS)
+def test_secrets_in_addresses_are_taken_out(text):
+    assert SECRETS[text] not in redacted(text)
+    assert "***" in redacted(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/data/a@b/c.png",
+        "black-forest-labs/FLUX.1-Kontext-dev",
+        "https://host/x?page=2",
+        "a key=value pair",
+        "user@host",
+    ],
+)
+def test_what_is_no_secret_stays(text):
+    assert redacted(text) == text
+
+
+def test_a_token_in_an_address_reaches_neither_message_nor_file(config_file, config, tmp_path, capsys):
+    secret = "https://me:topsecret99@example.org/model"
+    assert run("fit", "--config", config_file, "--set", f"model.pretrained={secret}") == 2
+    printed = capsys.readouterr()
+    assert "topsecret99" not in printed.out + printed.err
+    assert "example.org" in printed.err
+    assert "topsecret99" not in yaml.safe_dump(config(f"model.pretrained={secret}").dump())
