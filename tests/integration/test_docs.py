@@ -79,6 +79,10 @@ def desk(tmp_path_factory):
     demo.write_text(re.sub(r"max_train_steps: \d+", "max_train_steps: 2", demo.read_text()))
     Image.effect_noise((128, 96), 60).convert("RGB").save(desk / "photo.jpg")
     (desk / "edits.csv").write_text("image,prompt\nphoto.jpg,make it snow\n")
+    (desk / "face_seg.yaml").write_text(
+        "trainer: FluxKontext\nmodel: {pretrained_model_name_or_path: x/y, lora: {r: 8, lora_alpha: 8}}\n"
+        "data: {init_args: {dataset_path: [my_data]}, batch_size: 2}\nlogging: {tags: [a]}\n"
+    )
     here = Path.cwd()
     os.chdir(desk)
     try:

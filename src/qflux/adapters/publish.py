@@ -13,6 +13,7 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from qflux.adapters.files import Record
 from qflux.data.store import write_bytes
 from qflux.errors import QfluxError
+from qflux.models.family import Family
 
 MARK = "trained with qflux"
 """Every card says this; a README that does not is somebody's own."""
@@ -25,7 +26,7 @@ pipe.load_lora_weights("{folder}", weight_name="{file}")
 ```"""
 
 
-def write_card(folder: Path, record: Record, pipeline: str, file: str, samples: Path | None = None) -> Path:
+def write_card(folder: Path, record: Record, family: Family, file: str, samples: Path | None = None) -> Path:
     """`README.md` of an adapter: what it is, how to use it, what it was trained with, and pictures if there are any."""
     model = record.recipe.get("model")
     base = str(model.get("pretrained", "")) if isinstance(model, dict) else ""
@@ -50,8 +51,9 @@ def write_card(folder: Path, record: Record, pipeline: str, file: str, samples: 
             "",
             f"An adapter for {record.family}, {MARK} {record.version} on images of different sizes.",
             picture,
-            _USE.format(pipeline=pipeline, base=base, folder=folder.name, file=file),
+            _USE.format(pipeline=family.pipeline, base=base, folder=folder.name, file=file),
             "",
+            *([family.usage_note, ""] if family.usage_note else []),
             "Images were preprocessed like this in training, and should be in use:",
             "",
             "```yaml",

@@ -85,7 +85,7 @@ SETTINGS: dict[str, Any] = {
         "checkpoint_every": 80,
     },
     "validation": {"images": 4, "num_inference_steps": 6},
-    "predict": {"num_inference_steps": 8},
+    "predict": {"num_inference_steps": 8, "preprocessing": "config"},
 }
 """The same as recipes/demo.yaml, for those who installed qflux without the repository."""
 

@@ -122,6 +122,8 @@ class Family:
     """Channels of a text token, in the published checkpoints."""
     image_channels: int = 64
     """Channels of an image token."""
+    usage_note: str = ""
+    """What a user of a LoRA should know in other programs; it stands on the model card."""
     swapped_names: frozenset[str] = frozenset()
     """Original names of layers whose outputs are two halves, which diffusers has in the other order."""
 

@@ -75,7 +75,7 @@ def read_jobs(path: Path, prompt: str | None = None) -> JobList:
 
 
 def jobs_of(settings: PredictSettings) -> JobList:
-    """The edits that a config names: a prompt for each image, one prompt for all images, or one image for all prompts."""
+    """The edits that a config names: a prompt for each image, or one prompt or one image for all."""
     prompts, images = list(settings.prompts), [list(map(str, paths)) for paths in settings.images]
     if len(prompts) == 1:
         prompts *= max(1, len(images))

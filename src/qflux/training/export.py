@@ -82,7 +82,7 @@ def _converted(
         apart = require_same_output(transformer, trainer.family, layers, again)
 
     save_verified(target, layers, form, names, record, compare)
-    card = write_card(target.parent, record, trainer.family.pipeline, target.name)
+    card = write_card(target.parent, record, trainer.family, target.name)
     said = f"{len(layers)} layers as {form}, read back and compared (outputs differ by {apart:.1g}): {target}"
     return Exported({target.name: target, "README.md": card}, [said, str(card)])
 

@@ -102,8 +102,8 @@ class Journal:
     def card(self, adapter: Path) -> None:
         """`README.md` beside the adapter, with the newest edits."""
         pictures = sorted((self._folder / "samples").glob("step-*.png"))
-        record, pipeline = Record.of(self._config), get_family(self._config.family).pipeline
-        write_card(adapter.parent, record, pipeline, adapter.name, pictures[-1] if pictures else None)
+        record, family = Record.of(self._config), get_family(self._config.family)
+        write_card(adapter.parent, record, family, adapter.name, pictures[-1] if pictures else None)
 
     def close(self) -> None:
         self._track(lambda tracker: tracker.close())

@@ -94,5 +94,7 @@ FLUX_KONTEXT = Family(
     lora_prefix="transformer.",
     original_names=original_names,
     swapped_names=SWAPPED,
+    usage_note="In ComfyUI, two or more reference images need the reference method `index` (node "
+    "`FluxKontextMultiReferenceLatentMethod`): that is how they were numbered in training.",
     text_channels=4096,
 )
