@@ -169,7 +169,8 @@ def test_every_kind_of_adapter_trains_resumes_and_predicts(config, tmp_path, kin
     Trainer(config(*shared)).cache()
     whole = Trainer(config(*shared, "run_name=whole", "train.max_train_steps=4")).fit()
     Trainer(config(*shared, "run_name=part", "train.max_train_steps=2")).fit()
-    settings = config(*shared, "run_name=part", "train.max_train_steps=4", "predict.num_inference_steps=2")
+    sizes = ["predict.num_inference_steps=2", "predict.preprocessing=config"]
+    settings = config(*shared, "run_name=part", "train.max_train_steps=4", *sizes)
     rest = Trainer(settings).fit()
     assert rest.adapter.read_bytes() == whole.adapter.read_bytes()
     assert {tensor.dtype for tensor in load_file(rest.adapter).values()} == {torch.float32}
