@@ -58,7 +58,7 @@ def shrunk(config: Path, model: Path) -> None:
     train = values.setdefault("train", {})
     train |= {"max_train_steps": 2, "lr_warmup_steps": 0, "lr_scheduler": "constant", "compile": False}
     train |= {"gradient_checkpointing": False, "distributed": "ddp"}
-    values["predict"] = values.get("predict", {}) | {"num_inference_steps": 2}
+    values["predict"] = values.get("predict", {}) | {"num_inference_steps": 2, "preprocessing": "config"}
     values["data"].setdefault("processor", {})["multi_resolutions"] = ["96*96", "128*128"]
     config.write_text(yaml.safe_dump(values))
 
