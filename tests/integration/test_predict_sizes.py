@@ -200,3 +200,18 @@ def test_the_originals_options_are_understood(config_file, tmp_path, capsys):
     assert run("--config", path, "--fit-no-cache", *live, entry=module_main) == 0
     assert not yaml.safe_load((tmp_path / "runs/live/config.yaml").read_text())["cache"]["use_cache"]
     assert run("--config", path, "--cache", "--mode", "fit", entry=module_main) == 2
+
+
+def test_the_configs_lora_is_used_whatever_names_the_edit(config_file, trained, data_set, tmp_path):
+    image = str(next((data_set / "control_images").glob("*.png")))
+    path = config_file(f"predict.lora={trained}")
+    output = tmp_path / "edit.png"
+    assert run("predict", "--config", path, "--image", image, "--prompt", "x", "--output", str(output)) == 0
+    notes = yaml.safe_load(Image.open(output).text["qflux"])
+    assert [adapter["name"] for adapter in notes["adapters"]] == [FILE_NAME]
+
+
+@pytest.mark.parametrize("option", [["--height", "64", "--width", "64"], ["--prompt-2", "x"], ["--image", "x.png"]])
+def test_options_of_one_edit_need_its_prompt(option, config_file, capsys):
+    assert run("predict", "--config", config_file("predict.prompts=[a]"), *option) == 2
+    assert "needs a --prompt" in capsys.readouterr().err

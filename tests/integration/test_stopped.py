@@ -157,9 +157,10 @@ def test_a_full_disk_names_the_file_also_of_a_line(tmp_path, monkeypatch):
 SECRETS = {
     "https://someone:hunter22@host/x": "hunter22",
     "https://hf_abcdefghijklmnop@host/x": "hf_abcdefghijklmnop",
+    "https://u:p@ss@host/x": "p@ss",
     "https://host/x?token=abc123secret&y=1": "abc123secret",
     "https://host/x?X-Amz-Signature=0a1b2c3d4e5f": "0a1b2c3d4e5f",
-    "the token is hf_AbCdEfGhIjKlMnOp, keep it": "hf_AbCdEfGhIjKlMnOp",
+    "the token is hf_AbCdEfGhIjKlMnOpQrStUvWxYz01234567, keep it": "hf_AbCdEfGhIjKlMnOpQrStUvWxYz01234567",
 }
 
 
@@ -172,6 +173,9 @@ def test_secrets_in_addresses_are_taken_out(text):
 @pytest.mark.parametrize(
     "text",
     [
+        "hf-internal-testing/tiny-flux",
+        "/models/hf-checkpoints-a",
+        "runs/sk-portraits-2024-with-a-long-name",
         "/data/a@b/c.png",
         "black-forest-labs/FLUX.1-Kontext-dev",
         "https://host/x?page=2",

@@ -5,7 +5,9 @@ The calls are those of diffusers' own test suites for the two transformers and t
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from typing import Any
 
 import diffusers
@@ -290,3 +292,12 @@ def test_a_mask_that_is_neither_is_named():
 
 def test_the_class_is_its_own():
     assert FluxTransformer2DModel is not diffusers.FluxTransformer2DModel
+
+
+@torch.no_grad()
+def test_a_model_can_be_copied_and_sent_to_another_process(models):
+    """As multiprocessing does it; the class goes by the name of another module."""
+    expected = models.ours(**uniform(models)).sample
+    for again in (copy.deepcopy(models.ours), pickle.loads(pickle.dumps(models.ours))):
+        assert type(again) is type(models.ours)
+        assert torch.equal(again(**uniform(models)).sample, expected)

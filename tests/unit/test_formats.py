@@ -522,3 +522,35 @@ def test_on_the_transformer_alone_the_alphas_are_given_along(name, alpha, tmp_pa
     stock = family.tiny(0).transformer
     stock.load_lora_adapter(weights, network_alphas=alphas)
     assert torch.allclose(probe(stock, family), probe(transformer, family), atol=1e-5)
+
+
+def test_a_foreign_dora_of_fused_layers_keeps_each_rows_magnitude(tmp_path):
+    """kohya's names: query, key and value in one, and the last modulation in another order."""
+    family, transformer, names = model("flux-kontext")
+    torch.manual_seed(0)
+    tensors = {}
+    for original in ("double_blocks.0.img_attn.qkv", "final_layer.adaLN_modulation.1"):
+        outputs = sum(names.shapes[member][0] for member in names.fused[original])
+        inputs = names.shapes[names.fused[original][0]][1]
+        key = f"lora_unet_{original.replace('.', '_')}"
+        tensors |= {f"{key}.lora_down.weight": torch.randn(4, inputs), f"{key}.lora_up.weight": torch.randn(outputs, 4)}
+        tensors |= {f"{key}.alpha": torch.tensor(4.0), f"{key}.dora_scale": torch.rand(outputs, 1) + 0.5}
+    save_file(tensors, tmp_path / "x.safetensors")
+    layers = read_adapter(tmp_path / "x.safetensors").layers(family, transformer)
+    scale = tensors["lora_unet_double_blocks_0_img_attn_qkv.dora_scale"].flatten()
+    for number, part in enumerate(("to_q", "to_k", "to_v")):
+        assert torch.equal(layers[f"transformer_blocks.0.attn.{part}"].magnitude, scale[64 * number : 64 * number + 64])
+    last = tensors["lora_unet_final_layer_adaLN_modulation_1.dora_scale"].flatten()
+    assert torch.equal(layers["norm_out.linear"].magnitude, torch.cat([last[64:], last[:64]]))
+
+
+def test_lists_for_controls_of_older_files_are_not_taken_for_todays(config, caplog):
+    from qflux.training.trainer import _preprocessing_of
+
+    settings = config("data.processor={target_size: [64, 64], controls_size: [[32, 32]], controls_pixels: 4096}")
+    today = Record.of(settings)
+    assert _preprocessing_of(today)["controls_size"] == [[32, 32]]
+    older = _preprocessing_of(replace(today, controls_from=1))
+    assert "controls_size" not in older
+    assert older["target_size"] == [64, 64]
+    assert "controls_size and controls_pixels began with the second control" in caplog.text

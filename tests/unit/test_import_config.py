@@ -180,3 +180,26 @@ def test_an_old_config_given_to_a_command_names_the_way(old):
     with pytest.raises(ConfigError) as error:
         load_config(old)
     assert f"qflux import-config {old}" in error.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"loss__init_args": 3}, "loss.init_args"),
+        ({"data__init_args__processor__init_args": 5}, "processor.init_args"),
+        ({"validation": True}, "validation"),
+    ],
+    ids=str,
+)
+def test_a_section_that_is_none_is_named(old, change, named):
+    with pytest.raises(ConfigError, match=named):
+        import_original(changed(old, **change))
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [(False, "float32"), ("no", "float32"), ("bf16", "bfloat16")])
+def test_no_mixed_precision_is_float32_however_yaml_reads_it(old, precision, dtype):
+    assert import_original(changed(old, train__mixed_precision=precision)).values["model"]["dtype"] == dtype
+
+
+def test_an_unknown_precision_is_named(old):
+    assert import_original(changed(old, train__mixed_precision="fp7")).missing == ["train.mixed_precision: 'fp7'"]

@@ -332,8 +332,10 @@ def test_a_damaged_cache_of_the_original_names_the_file(original, tmp_path):
     outside = tmp_path / "secret.pt"
     torch.save(torch.zeros(1), outside)
     (original / "metadata" / "evil.json").write_text(json.dumps({"version": "2.0", "image_latents": "../../secret"}))
+    (original / "metadata" / "worse.json").write_text(json.dumps({"version": "2.0", "..": "secret"}))
     samples, listing = read_stored(CacheSource(type="cache", path=original))
     assert [sample.example.name for sample in samples] == ["said"]
+    assert len([fault for fault in listing.faults if "leads out" in str(fault)]) == 2
     faults = " ".join(map(str, listing.faults))
     assert "oneprompt_embeds.pt is missing" in faults
     assert "leads out of the cache" in faults

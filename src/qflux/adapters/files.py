@@ -62,6 +62,9 @@ class Record:
     """The rest of the configuration, without places on somebody's disk."""
     together: Parts = field(default_factory=dict)
     """What fused layers consist of."""
+    controls_from: int = 1
+    """The control that entry 0 of a list for controls in `preprocessing` is for. Files of before November 2026 do not
+    say it, and there it is the second one."""
 
     @classmethod
     def of(cls, config: Config) -> Record:
@@ -76,6 +79,7 @@ class Record:
             preprocessing=values["data"]["processor"],
             timesteps=values["loss"]["timesteps"],
             recipe=recipe,
+            controls_from=0,
         )
 
 
@@ -209,13 +213,16 @@ def _beside(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {}
 
 
+_KINDS: dict[str, type] = {"family": str, "version": str, "controls_from": int}
+
+
 def _record(file: Path, text: str | None) -> Record | None:
     values = _mapping(file, text)
     if not values:
         return None
     known = {key: value for key, value in values.items() if key in Record.__dataclass_fields__}
     for key, value in known.items():
-        if not isinstance(value, str if key in ("family", "version") else dict):
+        if not isinstance(value, _KINDS.get(key, dict)):
             raise CheckpointError(f"{file}: its record says {key}: {cut(value)}", FOREIGN)
     if "family" not in known:
         raise CheckpointError(f"{file}: its record names no family", FOREIGN)

@@ -127,8 +127,11 @@ class Names:
             raise CheckpointError(f"{file}: {name} has {len(layer.up)} outputs, the model {sum(outputs)}", FOREIGN)
         ups = layer.up.split(outputs)
         if parts is None:
-            kept = [(member, up) for member, up in zip(members, ups, strict=True) if bool(up.any())]
-            return {member: LoraLayer(layer.down, up, layer.alpha) for member, up in kept}
+            # DoRA has a norm per output, so magnitudes go with their rows; also of parts that nothing else changes.
+            norms = [None] * len(members) if layer.magnitude is None else list(layer.magnitude.split(outputs))
+            rows = zip(members, ups, norms, strict=True)
+            kept = [(member, up, norm) for member, up, norm in rows if norm is not None or bool(up.any())]
+            return {member: LoraLayer(layer.down, up, layer.alpha, norm) for member, up, norm in kept}
         if len(parts) != len(members) or sum(int(rank) for rank, _ in parts) != layer.rank:
             raise CheckpointError(f"{file}: {name} has rank {layer.rank}, its description says {parts}", FOREIGN)
         result, start = {}, 0
@@ -144,4 +147,5 @@ class Names:
 
 def _halves_swapped(layer: LoraLayer) -> LoraLayer:
     """The same LoRA for a layer whose first half of outputs is the other's second."""
-    return replace(layer, up=torch.cat(layer.up.chunk(2)[::-1]))
+    magnitude = None if layer.magnitude is None else torch.cat(layer.magnitude.chunk(2)[::-1])
+    return replace(layer, up=torch.cat(layer.up.chunk(2)[::-1]), magnitude=magnitude)

@@ -65,40 +65,32 @@ def predict(
     settings += [f"predict.num_inference_steps={steps}"] if steps is not None else []
     settings += [f"predict.guidance_scale={guidance}"] if guidance is not None else []
     settings += [f"predict.seed={seed}"] if seed is not None else []
-    loras = weighted(lora, lora_scale if lora else None)
-    if lora_scale and not lora and (prompt is not None or jobs is not None):
-        raise DataError("--lora-scale has no effect without --lora", "give both or neither.")
-    from qflux.sampling.jobs import require_text  # noqa: PLC0415
+    from qflux.sampling.jobs import jobs_of, read_jobs, require_text  # noqa: PLC0415
 
     for text in (prompt, prompt_2, negative_prompt):
         require_text(text, "a prompt")
-    if jobs is not None:
+    if prompt is None or jobs is not None:
         alone = {"--image": image, "--prompt-2": prompt_2, "--height": height}
         given = [name for name, value in alone.items() if value]
-        if given:
+        if given and jobs is not None:
             raise DataError(f"{given[0]} is for one edit, --jobs for many", "put it into the list of jobs.")
-        from qflux.sampling.jobs import read_jobs  # noqa: PLC0415
-
-        trainer = trainer_of(config, settings)
-        listed = read_jobs(expanded(jobs), prompt)
-        _predict_many(trainer, listed, output or Path("predictions"), negative_prompt, loras)
+        if given:
+            raise DataError(f"{given[0]} needs a --prompt", "say what to do, or give --jobs.")
+    weighted(lora, lora_scale if lora else None)  # what is wrong with them is said before anything is loaded
+    trainer = trainer_of(config, settings)
+    named = trainer.config.predict
+    loras = weighted(lora or named.lora, lora_scale)
+    if jobs is not None:
+        _predict_many(trainer, read_jobs(expanded(jobs), prompt), output or Path("predictions"), negative_prompt, loras)
         return
     if prompt is None:
-        from qflux.sampling.jobs import jobs_of  # noqa: PLC0415
-
-        trainer = trainer_of(config, settings)
-        named = trainer.config.predict
-        if image or not named.prompts:
-            raise DataError(
-                "there is no --prompt", "say what to do, give --jobs, or set predict.prompts in the config."
-            )
-        listed = jobs_of(named)
-        loras = loras or weighted(named.lora, lora_scale)
-        _predict_many(trainer, listed, output or named.output or Path("predictions"), negative_prompt, loras)
+        if not named.prompts:
+            raise DataError("there is no --prompt", "say what to do, give --jobs, or set predict.prompts.")
+        _predict_many(trainer, jobs_of(named), output or named.output or Path("predictions"), negative_prompt, loras)
         return
     size = (height, width) if height and width else None
     target = _image_file(output or Path("prediction.png"), image or [])
-    _predict_one(trainer_of(config, settings), image or [], (prompt, prompt_2, negative_prompt), size, target, loras)
+    _predict_one(trainer, image or [], (prompt, prompt_2, negative_prompt), size, target, loras)
 
 
 def _predict_one(

@@ -19,7 +19,8 @@ FAMILIES = {
     "QwenImageEdit": "qwen-image-edit",
     "QwenImageEditPlus": "qwen-image-edit-plus",
 }
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32", False: "float32"}
+"""YAML reads `no` as false."""
 _PADDINGS = {"center_padding": "padding", "right_padding": "padding"}
 _NEEDLESS = {
     "data.init_args.cache_dir": "",
@@ -125,7 +126,7 @@ class _Importer:
 
     def _processor(self, settings: Any) -> None:
         self._take("data.init_args.processor.class_path")
-        settings = dict(settings or {})
+        settings = _section("data.init_args.processor.init_args", settings)
         fit = settings.pop("process_type", None)
         if fit in _PADDINGS:
             self._note(f"process_type: {fit} is padding here, around the middle")
@@ -155,7 +156,7 @@ class _Importer:
         self._put("train.lr_warmup_steps", warmup)
         cycles, power = self._take("lr_scheduler.num_cycles"), self._take("lr_scheduler.power")
         if schedule == "cosine_with_restarts":
-            self._put("train.lr_num_cycles", max(1, round(float(cycles or 1))))
+            self._put("train.lr_num_cycles", max(1, round(cycles)) if isinstance(cycles, int | float) else 1)
         if schedule == "polynomial":
             self._put("train.lr_power", _number(power))
         here = {"checkpointing_steps": "checkpoint_every", "checkpoints_total_limit": "keep_checkpoints"}
@@ -170,13 +171,15 @@ class _Importer:
             self._put(f"train.{here.get(name, name)}", self._take(f"train.{name}"))
         self._put("seed", self._take("train.seed"))
         precision = self._take("train.mixed_precision")
-        self._put("model.dtype", _DTYPES.get(str(precision), "bfloat16"))
+        if precision not in (None, *_DTYPES):
+            self._missing("train.mixed_precision", precision, "")
+        self._put("model.dtype", _DTYPES.get(precision, "bfloat16"))
 
     def _loss(self) -> None:
         weighs = bool(self._take("loss.mask_loss"))
         weights = {"foreground_weight": self._take("loss.forground_weight")}
         weights["background_weight"] = self._take("loss.background_weight")
-        class_path, options = self._take("loss.class_path"), dict(self._take("loss.init_args") or {})
+        class_path, options = self._take("loss.class_path"), _section("loss.init_args", self._take("loss.init_args"))
         if class_path is not None:
             kind = str(class_path).rpartition(".")[2]
             weighs = weighs or kind in ("MaskEditLoss", "AttentionMaskMseLoss")
@@ -192,15 +195,15 @@ class _Importer:
             self._put(f"loss.mask_loss_fn.{name}", _number(value) if weighs else None)
 
     def _validation(self) -> None:
-        old = dict(self._take("validation") or {})
-        sampling = dict(self._take("logging.sampling") or {})
+        old = _section("validation", self._take("validation"))
+        sampling = _section("logging.sampling", self._take("logging.sampling"))
         if not old.pop("enabled", False):
             old = {}
         if not sampling.pop("enable", False):
             sampling = {}
         dataset = old.pop("dataset", None)
         if isinstance(dataset, dict):
-            inner = dict(dataset.get("init_args") or {})
+            inner = _section("validation.dataset.init_args", dataset.get("init_args"))
             paths = inner.get("dataset_path")
             sources = [_source(item) for item in (paths if isinstance(paths, list) else [paths]) if item]
             self._put("data.held_out", {"sources": sources})
@@ -256,6 +259,12 @@ def _source(item: Any) -> dict[str, Any]:
         kind = {".csv": "csv", ".jsonl": "jsonl"}.get(Path(item).suffix.lower(), "folder")
         return {"type": kind, "path": item}
     raise ConfigError(f"data.init_args.dataset_path: {cut(item)} is neither a path nor a repo_id", "correct it there.")
+
+
+def _section(path: str, value: Any) -> dict[str, Any]:
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"{path}: {cut(value)} is not a section", "correct it there.")
+    return dict(value or {})
 
 
 def _number(value: Any) -> Any:

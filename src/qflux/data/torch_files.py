@@ -103,7 +103,7 @@ def _parts(file: Path) -> dict[str, Path]:
     for name, value in _described(file).items():
         if isinstance(value, str) and name != "version":
             part = root / name / f"{value}.pt"
-            if part.parent.parent != root or Path(value).name != value or Path(name).name != name:
+            if any(word in (".", "..") or Path(word).name != word for word in (name, value)):
                 raise CacheError(f"{file}: {name} leads out of the cache", REMEDY)
             found[name] = part
     return found

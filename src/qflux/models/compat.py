@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import copyreg
+import importlib
+import sys
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -19,6 +22,21 @@ def register_blocks(*blocks: type[nn.Module]) -> None:
         known = copy.copy(TransformerBlockRegistry.get(block.__mro__[1]))
         known._cached_parameter_indices = None
         TransformerBlockRegistry.register(block, known)
+
+
+def picklable(reduced: tuple[Any, ...], module: str) -> tuple[Any, ...]:
+    """What `__reduce_ex__` gives, for a class of `module` that goes by the name of another module."""
+    make, arguments, *rest = reduced
+    own = getattr(sys.modules[module], arguments[0].__qualname__, None) if arguments else None
+    if make is not copyreg.__newobj__ or own is not arguments[0]:  # type: ignore[attr-defined]  # a class that FSDP made of it
+        return reduced
+    return blank, (module, own.__qualname__), *rest
+
+
+def blank(module: str, name: str) -> Any:
+    """An object of a class, not yet filled."""
+    kind = getattr(importlib.import_module(module), name)
+    return kind.__new__(kind)
 
 
 def require_plain_attention(blocks: Iterable[nn.Module], processor: type[Any]) -> None:

@@ -75,15 +75,16 @@ class Checkpoints:
         self._world = world or World()
 
     def before(self) -> dict[str, Any] | None:
-        """The state of the run so far without its tensors, from the newest complete checkpoint."""
+        """Settings and epochs of the run so far, from the newest complete checkpoint."""
         return self._world.share(self._newest_state() if self._world.is_first else None)
 
     def _newest_state(self) -> dict[str, Any] | None:
         for folder in reversed(self._all()):
             try:
                 if _fault(folder) is None:
-                    return dict(json.loads((folder / "state.json").read_text()))
-            except (OSError, ValueError, TypeError):
+                    saved = json.loads((folder / "state.json").read_text())
+                    return {"settings": dict(saved["settings"]), "epoch_starts": list(saved["epoch_starts"])}
+            except (OSError, ValueError, TypeError, KeyError):
                 continue
         return None
 

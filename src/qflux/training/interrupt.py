@@ -41,7 +41,9 @@ def deferred_signals() -> Iterator[StopRequest]:
         yield request
         return
     previous = {
-        number: signal.signal(number, request._receive) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        number: signal.signal(number, request._receive)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN  # nohup ignores one for good reason
     }
     try:
         yield request

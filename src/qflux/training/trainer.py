@@ -203,7 +203,13 @@ class Trainer:
         if before is not None:
             # Until 0.1.0 every family trained on FLUX.1's schedule, and nothing was recorded.
             recorded = before["settings"].get(NOISE_SHIFT)
-            began = NoiseShift(**recorded) if recorded else NoiseShift()
+            try:
+                began = NoiseShift(**recorded) if recorded else NoiseShift()
+            except TypeError as error:
+                raise CheckpointError(
+                    f"{self.config.run_dir} has a noise schedule that this version does not know: {error}",
+                    "update qflux, or choose another run_name.",
+                ) from None
         if began != own:
             logger.warning(
                 "this run began on a noise schedule with a shift of %s and goes on with it; that of %s is %s: "
@@ -261,7 +267,7 @@ class Trainer:
         """How images reach their size; nothing: as in the reference pipeline."""
         if self.config.predict.preprocessing == "config":
             return self.config.data.processor
-        known = [record.preprocessing for record in records if record.preprocessing]
+        known = [_preprocessing_of(record) for record in records if record.preprocessing]
         if not known or self.config.predict.preprocessing == "pipeline":
             return None
         recorded, *others = known
@@ -326,6 +332,25 @@ class QwenImageEditPlusTrainer(Trainer):
     """`Trainer` for Qwen-Image-Edit-Plus."""
 
     family_name = "qwen-image-edit-plus"
+
+
+def _preprocessing_of(record: Record) -> dict[str, Any]:
+    """How a LoRA's images reached their size. Lists for controls of older files mean other controls than today's."""
+    settings, lists = dict(record.preprocessing), ("controls_size", "controls_pixels")
+    if record.controls_from == 0:
+        return settings
+    candidates = settings.get("multi_resolutions")
+    dropped = [name for name in lists if settings.pop(name, None)]
+    if isinstance(candidates, dict) and candidates.get("controls"):
+        settings["multi_resolutions"] = {**candidates, "controls": []}
+        dropped.append("multi_resolutions.controls")
+    if dropped:
+        logger.warning(
+            "the LoRA's %s began with the second control when it was trained, and is not used: further controls are "
+            "sized as the first; predict.preprocessing: config takes data.processor instead",
+            " and ".join(dropped),
+        )
+    return settings
 
 
 def _device(name: str) -> torch.device:

@@ -20,7 +20,7 @@ from diffusers.models.transformers.transformer_flux import (
 from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
-from qflux.models.compat import register_blocks, require_plain_attention, take_mask
+from qflux.models.compat import picklable, register_blocks, require_plain_attention, take_mask
 from qflux.models.padding import Padding
 from qflux.ragged.attention import contiguous_gradient
 from qflux.ragged.heads import join_heads, join_turned_heads, turned_heads
@@ -113,6 +113,9 @@ class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
     __module__ = diffusers.FluxTransformer2DModel.__module__
     _no_split_modules: ClassVar = ["RaggedFluxBlock", "RaggedFluxSingleBlock"]
     _repeated_blocks: ClassVar = ["RaggedFluxBlock", "RaggedFluxSingleBlock"]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return picklable(super().__reduce_ex__(protocol), __name__)
 
     @functools.wraps(diffusers.FluxTransformer2DModel.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:

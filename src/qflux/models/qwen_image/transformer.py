@@ -20,7 +20,7 @@ from diffusers.models.transformers.transformer_qwenimage import (
 from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
-from qflux.models.compat import mask_from_lengths, register_blocks, require_plain_attention, take_mask
+from qflux.models.compat import mask_from_lengths, picklable, register_blocks, require_plain_attention, take_mask
 from qflux.models.padding import Padding, as_bool
 from qflux.ragged.heads import join_heads, join_turned_heads
 from qflux.ragged.layout import ImageShape, PackedLayout, RaggedLayout, image_tokens
@@ -104,6 +104,9 @@ class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
     __module__ = diffusers.QwenImageTransformer2DModel.__module__
     _no_split_modules: ClassVar = ["RaggedQwenImageBlock"]
     _repeated_blocks: ClassVar = ["RaggedQwenImageBlock"]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return picklable(super().__reduce_ex__(protocol), __name__)
 
     @functools.wraps(diffusers.QwenImageTransformer2DModel.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
