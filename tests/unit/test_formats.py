@@ -23,6 +23,7 @@ from qflux.adapters.files import Record, names_of, read_adapter
 from qflux.adapters.formats import from_tensors, to_format
 from qflux.adapters.layers import LoraLayer, LoraLayers, same
 from qflux.adapters.names import Names
+from qflux.adapters.publish import write_card
 from qflux.errors import CheckpointError
 from qflux.models import get_family
 
@@ -554,3 +555,11 @@ def test_lists_for_controls_of_older_files_are_not_taken_for_todays(config, capl
     assert "controls_size" not in older
     assert older["target_size"] == [64, 64]
     assert "controls_size and controls_pixels began with the second control" in caplog.text
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_model_card_says_how_references_are_numbered_in_comfyui_where_that_matters(name, tmp_path):
+    family = get_family(name)
+    card = write_card(tmp_path, Record(name), family, "x.safetensors").read_text()
+    assert family.pipeline in card
+    assert ("the reference method `index`" in card) == (name == "flux-kontext")
