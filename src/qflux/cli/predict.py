@@ -76,7 +76,6 @@ def predict(
             raise DataError(f"{given[0]} is for one edit, --jobs for many", "put it into the list of jobs.")
         if given:
             raise DataError(f"{given[0]} needs a --prompt", "say what to do, or give --jobs.")
-    weighted(lora, lora_scale if lora else None)  # what is wrong with them is said before anything is loaded
     trainer = trainer_of(config, settings)
     named = trainer.config.predict
     loras = weighted(lora or named.lora, lora_scale)
