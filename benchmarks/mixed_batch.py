@@ -39,8 +39,9 @@ from qflux.data.encoded import TextEmbedding
 from qflux.models import FluxTransformer2DModel, QwenImageTransformer2DModel, get_family
 from qflux.models.family import ModelInputs
 from qflux.ragged.compilation import compile_blocks
-from qflux.ragged.layout import PackedLayout, PaddedLayout, image_tokens, padding_ratio
+from qflux.ragged.layout import PackedLayout, PaddedLayout, padding_ratio
 from qflux.ragged.rope import image_ids
+from qflux.ragged.shapes import image_tokens
 from qflux.training.flops import PEAKS, StepFlops
 
 BATCHES = {

@@ -21,7 +21,8 @@ from torch import Tensor
 from qflux.data.encoded import TextEmbedding, TextLimit
 from qflux.models import get_family
 from qflux.models.flux_kontext.components import FluxKontextComponents
-from qflux.ragged.patches import pack, token_shape
+from qflux.ragged.patches import pack
+from qflux.ragged.shapes import token_shape
 from qflux.sampling.sampler import Prepared, Sampler
 
 SIZES = ((512, 512), (512, 768), (768, 768), (1024, 768), (896, 1152), (1024, 1024))

@@ -18,8 +18,8 @@ from qflux.data.encoded import TextEmbedding
 from qflux.models import get_family
 from qflux.models.family import ModelInputs
 from qflux.models.qwen_image.transformer import QwenImageTransformer2DModel
-from qflux.ragged.layout import ImageShape
 from qflux.ragged.rope import image_ids
+from qflux.ragged.shapes import ImageShape
 
 TEXT_WIDTH, POOLED_WIDTH, CHANNELS, GUIDANCE = 32, 24, 64, 3.5
 

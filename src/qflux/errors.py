@@ -21,6 +21,8 @@ class QfluxError(Exception):
     def __init__(self, problem: str, remedy: str = "") -> None:
         self.problem = problem
         self.remedy = remedy
+        self.headline = problem.split("\n", 1)[0]
+        """The problem on one line, without a list of details."""
         super().__init__(f"{problem}\n  → {remedy}" if remedy else problem)
 
 
@@ -79,4 +81,6 @@ def collected(kind: type[QfluxError], headline: str, problems: list[str], remedy
     lines += [f"  - {problem}" for problem in shown]
     if len(problems) > len(shown):
         lines.append(f"  - … and {len(problems) - len(shown)} more")
-    return kind("\n".join(lines), remedy)
+    error = kind("\n".join(lines), remedy)
+    error.headline = headline
+    return error

@@ -13,12 +13,12 @@ from diffusers import AutoencoderKL
 from PIL import Image
 
 from qflux.config import load_config
-from qflux.data.images import to_image
-from qflux.demo.base import FOLDER
+from qflux.data.pixels import to_image
 from qflux.demo.instructions import KINDS, SIZES, draw_instruction
 from qflux.demo.run import SETTINGS, demo_config, run_demo
 from qflux.demo.scenes import draw_scene, render, render_night
 from qflux.errors import ConfigError
+from qflux.models.shipped import FOLDER
 from qflux.sampling.predict import Edit
 from qflux.training.trainer import Trainer
 

@@ -50,7 +50,7 @@ def predictor(name: str, tmp_path, *overrides: str) -> Predictor:
 )
 def test_the_default_size_is_the_reference_pipelines_for_that_photo(name, photo_size, expected, tmp_path):
     """(width, height). The pipelines' own rules, asked of them directly."""
-    size, (transform,) = predictor(name, tmp_path)._transforms([photo_size])
+    size, (transform,) = predictor(name, tmp_path).prepare.transforms([photo_size])
     assert size == transform.size == expected[::-1]
     ratio = photo_size[0] / photo_size[1]
     if name == "flux-kontext":
@@ -90,9 +90,9 @@ def test_a_large_edit_equals_the_pipelines_own_call(tmp_path):
 
 def test_other_sizes_come_on_request(tmp_path):
     configured = predictor("flux-kontext", tmp_path, "predict.preprocessing=config")
-    assert configured._transforms([(1200, 900)])[0] == (48, 64)
+    assert configured.prepare.transforms([(1200, 900)])[0] == (48, 64)
     extreme = predictor("flux-kontext", tmp_path, "predict.preprocessing=config", "data.processor.max_aspect_ratio=2")
-    extreme._transforms([(1000, 100)])  # the limit is the training's
+    extreme.prepare.transforms([(1000, 100)])  # the limit is the training's
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_lora_is_used_at_the_sizes_it_was_trained_at_or_at_the_pipelines(train
     sizes = {}
     for choice in ("lora", "pipeline"):
         made = Trainer(config(f"predict.preprocessing={choice}")).predictor([Weighted(trained)])
-        sizes[choice] = made._transforms([(1200, 900)])[0]
+        sizes[choice] = made.prepare.transforms([(1200, 900)])[0]
     assert sizes["pipeline"] == (880, 1184)
     assert sizes["lora"][0] * sizes["lora"][1] <= 160 * 160
 

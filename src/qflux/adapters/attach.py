@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from qflux.adapters.files import AdapterFile, Record, read_adapter
 from qflux.adapters.layers import FOREIGN, LoraLayer, LoraLayers
 from qflux.adapters.lora import ADAPTER, add, config_from, keep_float32, lora_config
+from qflux.config import LoraSettings
 from qflux.errors import CheckpointError, ConfigError
 from qflux.models.family import Family
 
@@ -88,6 +89,47 @@ def _fill(module: Any, name: str, layer: LoraLayer) -> None:
         module.lora_B[name].weight.copy_(layer.up)
         if layer.magnitude is not None:
             module.lora_magnitude_vector[name].weight.copy_(layer.magnitude)
+
+
+def start_from(transformer: Any, file: AdapterFile, layers: LoraLayers, lora: LoraSettings) -> None:
+    """Give the adapter that is about to train the weights of another one: it then computes the same.
+
+    The other one may have a smaller rank; what is left keeps its random start, which counts for nothing yet.
+    """
+    if file.is_product != (lora.type in ("lokr", "loha")):
+        raise CheckpointError(
+            f"{file.path} is another kind of adapter than lora.type {lora.type}", "set it to its own."
+        )
+    if file.is_product:
+        tensors = {key.removeprefix("transformer."): tensor for key, tensor in file.tensors.items()}
+        try:
+            found = set_peft_model_state_dict(transformer, tensors, ADAPTER)
+        except RuntimeError as error:
+            raise CheckpointError(f"lora.init_from: {file.path} does not fit: {error}", FOREIGN) from error
+        if found.unexpected_keys:
+            raise CheckpointError(f"lora.init_from: {file.path} has {found.unexpected_keys[0]}, which does not train")
+        return
+    trained = {name: m for name, m in transformer.named_modules() if isinstance(m, PeftLoraLayer)}
+    surplus = sorted(layers.keys() - trained.keys())
+    if surplus:
+        raise CheckpointError(
+            f"lora.init_from: {file.path} has {surplus[0]}, which does not train ({len(surplus)} such layers)",
+            "add it to lora.target_modules.",
+        )
+    rank = max(layer.rank for layer in layers.values())
+    if rank > lora.rank:
+        raise CheckpointError(f"lora.init_from: {file.path} is of rank {rank}", f"set lora.rank to {rank} or more.")
+    for name, layer in layers.items():
+        module = trained[name]
+        if (layer.magnitude is None) != (lora.type == "lora"):
+            kind = "lora" if layer.magnitude is None else "dora"
+            raise CheckpointError(f"lora.init_from: {file.path} is a {kind}", f"set lora.type to {kind}.")
+        strength = layer.alpha / layer.rank / float(module.scaling[ADAPTER])
+        with torch.no_grad():
+            module.lora_A[ADAPTER].weight[: layer.rank].copy_(layer.down)
+            module.lora_B[ADAPTER].weight[:, : layer.rank].copy_(layer.up * strength)
+            if layer.magnitude is not None:
+                module.lora_magnitude_vector[ADAPTER].weight.copy_(layer.magnitude)
 
 
 def _attach_product(transformer: Any, file: AdapterFile, weight: float) -> None:

@@ -20,7 +20,7 @@ from qflux.adapters.layers import FOREIGN, LoraLayer, LoraLayers, linear_layers,
 from qflux.adapters.lora import lora_config
 from qflux.adapters.names import Names, Parts
 from qflux.config import Config
-from qflux.data.store import write_tensors
+from qflux.data.tensor_files import write_tensors
 from qflux.errors import CheckpointError, cut
 from qflux.models.family import Family
 from qflux.version import VERSION
@@ -70,6 +70,8 @@ class Record:
     def of(cls, config: Config) -> Record:
         values = config.dump()
         recipe = {name: values[name] for name in ("seed", "lora", "optimizer", "loss")}
+        start = recipe["lora"].pop("init_from")
+        recipe["lora"] |= {"init_from": Path(start).name} if start else {}
         recipe["train"] = {key: values["train"][key] for key in _TRAIN_KEYS}
         recipe["model"] = {key: values["model"][key] for key in ("dtype", "quantization", "max_sequence_length")}
         pretrained = str(values["model"]["pretrained"])

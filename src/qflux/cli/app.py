@@ -25,6 +25,7 @@ from qflux.cli.predict import predict
 from qflux.cli.report import report
 from qflux.cli.schema import schema
 from qflux.cli.terminal import QUIET, complain, errors, is_first_process, say
+from qflux.cli.train import train
 from qflux.errors import ConfigError, Interrupted, QfluxError, redacted
 from qflux.version import VERSION
 
@@ -51,7 +52,7 @@ def options(
 ) -> None:
     """Fine-tune image-editing diffusion transformers on images of different sizes in the same batch.
 
-    A first look, without a GPU: qflux demo. Your own data: qflux init, check, cache, fit, predict.
+    Your own pictures: qflux train FOLDER. A first look, without any: qflux demo.
     """
     if quiet and verbose:
         raise ConfigError("--quiet and --verbose exclude each other", "give one of them.")
@@ -63,7 +64,7 @@ def options(
             logging.getLogger(name).setLevel(logging.INFO)
 
 
-for command in (demo, init, check, inspect, fit, predict, export, report, doctor, schema, import_config):
+for command in (train, demo, init, check, inspect, fit, predict, export, report, doctor, schema, import_config):
     app.command()(command)
 app.add_typer(cache_app, name="cache")
 

@@ -4,21 +4,39 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
+from typer.core import TyperGroup
 
-from qflux.cli.terminal import Overrides, amount, console, duration, progress_bar, say, trainer_of
+from qflux.cli.terminal import Overrides, amount, console, duration, one_config, progress_bar, say, trainer_of
 from qflux.errors import CacheError, ConfigError
 
 if TYPE_CHECKING:
     from qflux.data.cache import EmbeddingCacheManager
     from qflux.training.fill import CacheReport, Estimate
+    from qflux.training.trainer import Trainer
 
-cache_app = typer.Typer(invoke_without_command=True, no_args_is_help=True)
+
+class _FileOrCommand(TyperGroup):
+    """`qflux cache FILE` is `qflux cache --config FILE`; any other word is the name of a command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        places = [place for place, word in enumerate(args) if Path(word).suffix.lower() in (".yaml", ".yml")]
+        if places and not any(word in self.commands for word in args):
+            first = places[0]
+            if first == 0 or args[first - 1] not in ("--config", "--set"):
+                args = [*args[:first], "--config", *args[first:]]
+        return super().parse_args(ctx, args)
+
+
+cache_app = typer.Typer(cls=_FileOrCommand, invoke_without_command=True, no_args_is_help=True)
 
 MaybeConfig = Annotated[Path | None, typer.Option("--config", help="A YAML file; its cache is meant.")]
+MaybeFile = Annotated[
+    Path | None, typer.Argument(metavar="[FILE]", help="The same, without --config.", show_default=False)
+]
 Folder = Annotated[Path | None, typer.Option("--path", help="A cache folder, instead of a config.")]
 
 
@@ -26,20 +44,22 @@ Folder = Annotated[Path | None, typer.Option("--path", help="A cache folder, ins
 def cache(context: typer.Context, config: MaybeConfig = None, set_: Overrides = None) -> None:
     """Encode prompts and images once, so that training loads neither.
 
-    qflux cache --config recipes/flux-kontext.yaml
+    qflux cache recipes/flux-kontext.yaml
 
     Run it again after a change or an interruption: only what is missing is made. Several processes may share the work:
-    torchrun --nproc-per-node 8 -m qflux.cli cache --config FILE
+    torchrun --nproc-per-node 8 -m qflux.cli cache FILE
     """
     if context.invoked_subcommand:
         if config or set_:
             raise ConfigError("--config and --set stand behind the name of the command", "cache verify --config FILE.")
         return
-    if config is None:
-        raise ConfigError("--config is missing", "qflux cache --config recipes/flux-kontext.yaml")
+    cache_and_tell(trainer_of(one_config(config, None), set_))
+
+
+def cache_and_tell(trainer: Trainer) -> None:
+    """Fill the cache with a progress bar, and say what was made."""
     from qflux.training.fill import Listener  # noqa: PLC0415
 
-    trainer = trainer_of(config, set_)
     with progress_bar() as bar:
         task = bar.add_task("cache", total=None, note="entries")
         accounts: list[CacheReport] = []
@@ -78,6 +98,7 @@ def _say_first(text: str) -> None:
 
 @cache_app.command()
 def verify(
+    file: MaybeFile = None,
     config: MaybeConfig = None,
     path: Folder = None,
     repair: Annotated[bool, typer.Option("--repair", help="Remove what is broken; `cache` makes it again.")] = False,
@@ -87,7 +108,7 @@ def verify(
     from qflux.data.claims import Claims  # noqa: PLC0415
     from qflux.data.upkeep import verify as check  # noqa: PLC0415
 
-    store = _store(config, path, set_)
+    store = _store(file or config, path, set_)
     with progress_bar() as bar:
         task = bar.add_task("verify", total=None, note="entries")
 
@@ -103,8 +124,8 @@ def verify(
                 claims.close()
         else:
             found = check(store, False, progress)
-    for file, fault in found.broken.items():
-        say(f"{file}: {fault}")
+    for broken, fault in found.broken.items():
+        say(f"{broken}: {fault}")
     say(f"{found.entries} entries ({amount(found.bytes)}) of {found.samples} samples: {len(found.broken)} broken.")
     if repair and found.removed:
         say(f"{found.removed} files removed; `qflux cache` makes them again.")
@@ -114,7 +135,10 @@ def verify(
 
 @cache_app.command()
 def gc(
-    config: Annotated[list[Path], typer.Option("--config", help="A config whose data stay; repeat for several.")],
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="[FILE]...", help="Configs whose data stay.", show_default=False)
+    ] = None,
+    config: Annotated[list[Path] | None, typer.Option("--config", help="The same; repeat for several.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     set_: Overrides = None,
 ) -> None:
@@ -124,7 +148,10 @@ def gc(
     from qflux.data.upkeep import collect  # noqa: PLC0415
     from qflux.training.encode import plan_samples  # noqa: PLC0415
 
-    trainers = [trainer_of(file, set_) for file in config]
+    configs = [*(files or []), *(config or [])]
+    if not configs:
+        raise ConfigError("there is no config", "name those whose data stay.")
+    trainers = [trainer_of(file, set_) for file in configs]
     roots = {trainer.store.root.resolve() for trainer in trainers}
     if len(roots) > 1:
         raise ConfigError(
@@ -172,11 +199,11 @@ def migrate(
 
 
 @cache_app.command()
-def stats(config: MaybeConfig = None, path: Folder = None, set_: Overrides = None) -> None:
+def stats(file: MaybeFile = None, config: MaybeConfig = None, path: Folder = None, set_: Overrides = None) -> None:
     """Say what a cache holds."""
     from qflux.data.upkeep import stats as count  # noqa: PLC0415
 
-    store = _store(config, path, set_)
+    store = _store(file or config, path, set_)
     found = count(store)
     say(str(store.root))
     table = Table("kind", "entries", "size")

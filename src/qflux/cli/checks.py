@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from qflux.cli.terminal import Overrides, amount, console, progress_bar, say, stages, trainer_of
+from qflux.cli.terminal import (
+    ConfigFile,
+    ConfigOption,
+    Overrides,
+    amount,
+    console,
+    one_config,
+    progress_bar,
+    say,
+    stages,
+    trainer_of,
+)
 from qflux.errors import ConfigError, QfluxError
+
+if TYPE_CHECKING:
+    from qflux.training.check import Check
+    from qflux.training.trainer import Trainer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 _MARKS = {
@@ -25,7 +41,8 @@ _MARKS = {
 
 
 def check(
-    config: Annotated[Path, typer.Argument(help="A YAML file.", show_default=False)],
+    file: ConfigFile = None,
+    config: ConfigOption = None,
     set_: Overrides = None,
     json_: AsJson = False,
 ) -> None:
@@ -37,6 +54,7 @@ def check(
     """
     from qflux.config import load_config  # noqa: PLC0415
 
+    config = one_config(file, config)
     try:
         load_config(config, set_ or [])  # before anything heavy is imported
     except QfluxError as error:
@@ -67,15 +85,33 @@ def check(
     if json_:
         say(json.dumps({"ok": not wrong, "checks": [asdict(item) for item in found]}, indent=2))
     else:
-        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-        for item in found:
-            mark, style = _MARKS[item.state]
-            text = item.detail + (f"\n→ {item.remedy}" if item.remedy else "")
-            table.add_row(Text(mark, style=style), item.what, Text(text, overflow="fold"))
-        console.print(table)
+        _show(found)
+    _require_right(wrong, config)
+
+
+def check_and_tell(trainer: Trainer, config: Path) -> None:
+    """The same before a run; what the run is about to do anyway is not mentioned."""
+    from qflux.training.check import check as look  # noqa: PLC0415
+
+    with progress_bar() as bar:
+        found = list(look(trainer, stages(bar)))
+    _show([item for item in found if item.state in ("ok", "error") or item.what != "cache"])
+    _require_right([item for item in found if item.state == "error"], config)
+
+
+def _show(found: Sequence[Check]) -> None:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for item in found:
+        mark, style = _MARKS[item.state]
+        text = item.detail + (f"\n→ {item.remedy}" if item.remedy else "")
+        table.add_row(Text(mark, style=style), item.what, Text(text, overflow="fold"))
+    console.print(table)
+
+
+def _require_right(wrong: Sequence[Check], config: Path) -> None:
     if wrong:
         many = "one thing is" if len(wrong) == 1 else f"{len(wrong)} things are"
-        raise QfluxError(f"{many} wrong with {config}", "mend that, and check again.")
+        raise QfluxError(f"{many} wrong with {config}", "fix that, and check again.")
 
 
 def doctor(json_: AsJson = False) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from qflux.cli.predict import Loras, LoraScales, weighted
-from qflux.cli.terminal import ConfigFile, Overrides, expanded, say, trainer_of
+from qflux.cli.terminal import ConfigFile, ConfigOption, Overrides, expanded, one_config, say, trainer_of
 from qflux.errors import DataError
 
 
@@ -22,7 +22,8 @@ class Target(StrEnum):
 
 
 def export(
-    config: ConfigFile,
+    file: ConfigFile = None,
+    config: ConfigOption = None,
     lora: Loras = None,
     lora_scale: LoraScales = None,
     format_: Annotated[
@@ -38,12 +39,12 @@ def export(
 ) -> None:
     """Write a LoRA for other programs. Every file is read back and compared before it takes its place.
 
-    qflux export --config recipes/flux-kontext.yaml --lora runs/flux-kontext/adapter --format comfyui
+    qflux export recipes/flux-kontext.yaml --lora runs/flux-kontext/adapter --format comfyui
     """
     from qflux.adapters.publish import upload  # noqa: PLC0415
     from qflux.training.export import export_adapters  # noqa: PLC0415
 
-    trainer = trainer_of(config, set_)
+    trainer = trainer_of(one_config(file, config), set_)
     loras = weighted(lora or [trainer.config.run_dir / "adapter"], lora_scale)
     if dry_run and push is None:
         raise DataError("--dry-run is for --push", "give both or neither.")

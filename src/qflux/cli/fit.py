@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from qflux.cli.terminal import (
     ConfigFile,
+    ConfigOption,
     LineNowAndThen,
     Overrides,
     is_first_process,
+    one_config,
     progress_bar,
     say,
     trainer_of,
@@ -16,16 +20,33 @@ from qflux.cli.terminal import (
 
 if TYPE_CHECKING:
     from qflux.training.metrics import StepReport
+    from qflux.training.trainer import Trainer
 
 
-def fit(config: ConfigFile, set_: Overrides = None) -> None:
+AcceptData = Annotated[
+    bool, typer.Option("--accept-data-change", help="Go on with a run although its data have changed.")
+]
+
+
+def fit(
+    file: ConfigFile = None,
+    config: ConfigOption = None,
+    accept_data_change: AcceptData = False,
+    set_: Overrides = None,
+) -> None:
     """Train on cached samples; goes on where an interrupted run was.
 
-    qflux fit --config recipes/flux-kontext.yaml --set train.max_train_steps=500
+    qflux fit recipes/flux-kontext.yaml --set train.max_train_steps=500
 
-    On several GPUs: torchrun --nproc-per-node 8 -m qflux.cli fit --config FILE
+    On several GPUs: torchrun --nproc-per-node 8 -m qflux.cli fit FILE
     """
-    trainer = trainer_of(config, set_)
+    fit_and_tell(trainer_of(one_config(file, config), set_), accept_data_change)
+
+
+def fit_and_tell(trainer: Trainer, accept_data_change: bool = False) -> None:
+    """Train with a progress bar, and say how it went."""
+    if is_first_process():
+        say(f"run: {trainer.config.run_dir.absolute()}")
     with progress_bar() as bar:
         task = bar.add_task("fit", total=None, note="loading")
         log = LineNowAndThen()
@@ -34,7 +55,7 @@ def fit(config: ConfigFile, set_: Overrides = None) -> None:
             bar.update(task, completed=report.step, total=report.total_steps, note=_progress_note(report))
             log(report.step, f"step {report.step}/{report.total_steps}  {_progress_note(report)}")
 
-        result = trainer.fit(on_step)
+        result = trainer.fit(on_step, accept_data_change)
     if not is_first_process():
         return
     if result.resumed_from:

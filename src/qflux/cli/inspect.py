@@ -7,25 +7,36 @@ from typing import Annotated
 
 import typer
 
-from qflux.cli.terminal import ConfigFile, Overrides, console, progress_bar, say, stages, trainer_of
+from qflux.cli.terminal import (
+    ConfigFile,
+    ConfigOption,
+    Overrides,
+    console,
+    one_config,
+    progress_bar,
+    say,
+    stages,
+    trainer_of,
+)
 
 
 def inspect(
-    config: ConfigFile,
+    file: ConfigFile = None,
+    config: ConfigOption = None,
     json_: Annotated[Path | None, typer.Option("--json", help="Write everything found to this file.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the pictures. Default: inspect/ of the run.")] = None,
     set_: Overrides = None,
 ) -> None:
     """Look at the data: what is in it, what will become of it, what is wrong with it.
 
-    qflux inspect --config recipes/flux-kontext.yaml --json findings.json
+    qflux inspect recipes/flux-kontext.yaml --json findings.json
     """
     from qflux.data.store import write_json  # noqa: PLC0415
     from qflux.report.inspection import batch_picture, contact_sheet  # noqa: PLC0415
     from qflux.report.pictures import write_png  # noqa: PLC0415
     from qflux.report.tables import inspection_tables  # noqa: PLC0415
 
-    trainer = trainer_of(config, set_)
+    trainer = trainer_of(one_config(file, config), set_)
     with progress_bar() as bar:
         inspected = trainer.inspect(stages(bar))
     for table in inspection_tables(inspected.summary):
@@ -35,5 +46,5 @@ def inspect(
     folder = (output or trainer.config.run_dir / "inspect").expanduser()
     pictures = {"contact_sheet.png": contact_sheet(inspected.samples.all), "batch.png": batch_picture(inspected)}
     written = [write_png(folder / name, picture) for name, picture in pictures.items() if picture]
-    for file in [*written, *([json_] if json_ else [])]:
-        say(str(file))
+    for path in [*written, *([json_] if json_ else [])]:
+        say(str(path))

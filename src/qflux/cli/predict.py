@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qflux.cli.terminal import ConfigFile, Overrides, expanded, progress_bar, say, trainer_of
+from qflux.cli.terminal import ConfigFile, ConfigOption, Overrides, expanded, one_config, progress_bar, say, trainer_of
 from qflux.errors import DataError
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ LoraScales = Annotated[
 
 
 def predict(
-    config: ConfigFile,
+    file: ConfigFile = None,
+    config: ConfigOption = None,
     prompt: Annotated[str | None, typer.Option(help="The instruction; with --jobs: for jobs that have none.")] = None,
     image: Annotated[
         list[Path] | None, typer.Option(help="Control image; repeat for several, the first is the one to edit.")
@@ -51,32 +53,41 @@ def predict(
     guidance: Annotated[float | None, typer.Option(help="Default: predict.guidance_scale.")] = None,
     height: Annotated[int | None, typer.Option(min=16, help="Of the result, with --width; a multiple of 16.")] = None,
     width: Annotated[int | None, typer.Option(min=16, help="Of the result, with --height; a multiple of 16.")] = None,
+    size: Annotated[
+        str | None, typer.Option(help="HEIGHTxWIDTH of the results, or input: as large as the image to edit.")
+    ] = None,
     set_: Overrides = None,
 ) -> None:
     """Edit one image, or many: --jobs.
 
-    qflux predict --config recipes/flux-kontext.yaml --image photo.jpg --prompt "make it snow" --lora runs/my/adapter
+    qflux predict recipes/flux-kontext.yaml --image photo.jpg --prompt "make it snow" --lora runs/my/adapter
     """
     if guidance is not None and not math.isfinite(guidance):
         raise DataError("--guidance must be a number")
     if (height is None) != (width is None):
         raise DataError("--height and --width go together", "give both or neither.")
+    if height is not None and size is not None:
+        raise DataError("--size and --height exclude each other", "give one of them.")
+    from qflux.data.geometry import asked_size  # noqa: PLC0415
+
+    asked = (height, width) if height and width else asked_size(size) if size else None
     settings = list(set_ or [])
     settings += [f"predict.num_inference_steps={steps}"] if steps is not None else []
     settings += [f"predict.guidance_scale={guidance}"] if guidance is not None else []
     settings += [f"predict.seed={seed}"] if seed is not None else []
+    settings += [f"predict.size={json.dumps(asked)}"] if asked is not None else []
     from qflux.sampling.jobs import jobs_of, read_jobs, require_text  # noqa: PLC0415
 
     for text in (prompt, prompt_2, negative_prompt):
         require_text(text, "a prompt")
     if prompt is None or jobs is not None:
-        alone = {"--image": image, "--prompt-2": prompt_2, "--height": height}
+        alone = {"--image": image, "--prompt-2": prompt_2}
         given = [name for name, value in alone.items() if value]
         if given and jobs is not None:
             raise DataError(f"{given[0]} is for one edit, --jobs for many", "put it into the list of jobs.")
         if given:
             raise DataError(f"{given[0]} needs a --prompt", "say what to do, or give --jobs.")
-    trainer = trainer_of(config, settings)
+    trainer = trainer_of(one_config(file, config), settings)
     named = trainer.config.predict
     loras = weighted(lora or named.lora, lora_scale)
     if jobs is not None:
@@ -87,16 +98,14 @@ def predict(
             raise DataError("there is no --prompt", "say what to do, give --jobs, or set predict.prompts.")
         _predict_many(trainer, jobs_of(named), output or named.output or Path("predictions"), negative_prompt, loras)
         return
-    size = (height, width) if height and width else None
     target = _image_file(output or Path("prediction.png"), image or [])
-    _predict_one(trainer, image or [], (prompt, prompt_2, negative_prompt), size, target, loras)
+    _predict_one(trainer, image or [], (prompt, prompt_2, negative_prompt), target, loras)
 
 
 def _predict_one(
     trainer: Trainer,
     images: Sequence[Path],
     prompts: tuple[str, str | None, str | None],
-    size: tuple[int, int] | None,
     output: Path,
     loras: list[Weighted],
 ) -> None:
@@ -113,7 +122,7 @@ def _predict_one(
         prompt_2=prompt_2,
         negative_prompt=settings.negative_prompt if negative is None else negative,
         seed=settings.seed,
-        size=size,
+        size=settings.size,
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     sweep(output.parent, output.name)
@@ -162,10 +171,10 @@ def _predict_many(
     problems = [*listed.problems, *report.problems]
     if problems:
         lines = "".join(f"\n  - {problem}" for problem in problems)
-        total = len(listed.jobs) + len(listed.problems)
-        raise DataError(
-            f"{len(problems)} of {total} jobs can't be done; the others are:{lines}", "mend them and run again."
-        )
+        total, done = len(listed.jobs) + len(listed.problems), len(report.made) + len(report.kept)
+        headline = f"{total - done} of {total} jobs can't be done; the other {done} are in {output}"
+        headline = headline if done else "no job can be done"
+        raise DataError(f"{headline}:{lines}", "fix them and run again.")
 
 
 def _circumstances(trainer: Trainer, predictor: Predictor, loras: list[Weighted]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from qflux.errors import DataError, redacted
+from qflux.errors import ConfigError, DataError, redacted
 
 if TYPE_CHECKING:
     from qflux.training.trainer import Trainer
@@ -26,10 +26,23 @@ errors = Console(stderr=True, emoji=False)
 QUIET = threading.Event()
 """No progress."""
 
-ConfigFile = Annotated[Path, typer.Option("--config", help="A YAML file; recipes/ has one per family.")]
+ConfigFile = Annotated[
+    Path | None, typer.Argument(metavar="[FILE]", help="A YAML file; recipes/ has one per family.", show_default=False)
+]
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="The same, as an option.", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="path.to.key=value, replaces a value of the config.")
 ]
+
+
+def one_config(file: Path | None, option: Path | None) -> Path:
+    """The config of a command, which may be given bare or as `--config`."""
+    if file is not None and option is not None and file != option:
+        raise ConfigError(f"two configs: {file} and --config {option}", "give one of them.")
+    chosen = file or option
+    if chosen is None:
+        raise ConfigError("there is no config", "name a YAML file; `qflux init FOLDER` writes one for your data.")
+    return expanded(chosen)
 
 
 def trainer_of(config: Path, overrides: list[str] | None) -> Trainer:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from qflux.config.section import AREA_SCHEMA, Area, Folder, Section, Size
+from qflux.config.section import AREA_SCHEMA, Area, Folder, Names, Section, Size, Texts
 
 logger = logging.getLogger(__name__)
 
@@ -123,13 +123,18 @@ class TableColumns(Section):
     """Where a table has what. Further controls are in `<control>_1`, `<control>_2`, …"""
 
     target: str = Field(default="path_target", description="the wanted image")
-    control: str = Field(default="path_control", description="the image to edit")
+    control: str = Field(
+        default="path_control", description="the image to edit; in JSON it may hold a list, with further ones behind it"
+    )
+    controls: Names | None = Field(
+        default=None, description="instead of `control`: a column for each control, the image to edit first"
+    )
     prompt: str = Field(default="prompt", description="the instruction")
     mask: str = Field(default="path_mask", description="the edited region, if the table has one")
 
 
 class CsvSource(Source):
-    """A CSV file with a header; paths are relative to `root`."""
+    """A CSV file with a header, separated by commas, semicolons or tabs; paths are relative to `root`."""
 
     type: Literal["csv"] = Field(description="this kind")
     root: Folder | None = Field(default=None, description="default: the folder of the file")
@@ -137,7 +142,7 @@ class CsvSource(Source):
 
 
 class JsonlSource(Source):
-    """A file with one JSON object per line, with the fields of a CSV source."""
+    """A file with one JSON object per line, or a `.json` with a list of them, with the fields of a CSV source."""
 
     type: Literal["jsonl"] = Field(description="this kind")
     root: Folder | None = Field(default=None, description="default: the folder of the file")
@@ -148,7 +153,9 @@ class HubColumns(Section):
     """Where a Hugging Face data set has what."""
 
     target: str = Field(default="target_image", description="the wanted image")
-    controls: str = Field(default="control_images", description="one image, or a list of images")
+    controls: Texts = Field(
+        default=("control_images",), description="a column with one image or a list of images; or several columns"
+    )
     prompt: str = Field(default="prompt", description="the instruction")
     mask: str = Field(default="control_mask", description="the edited region, if there is one")
 

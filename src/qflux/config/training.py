@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from qflux.config.section import Folder, Names, Paths, Section, Seed, Texts
+from qflux.config.section import Folder, Names, Paths, Section, Seed, Size, Texts
 
 
 class ModelSettings(Section):
@@ -54,6 +54,10 @@ class LoraSettings(Section):
     )
     init: Literal["gaussian", "kaiming"] = Field(
         default="gaussian", description="of the down projection of lora and dora; up is zero"
+    )
+    init_from: Folder | None = Field(
+        default=None,
+        description="a LoRA file or an adapter folder to start from instead; of this rank or less",
     )
 
 
@@ -143,12 +147,26 @@ class TrainSettings(Section):
         return self
 
 
+class OwnEdit(Section):
+    """An edit of somebody's own, drawn at every checkpoint."""
+
+    prompt: str = Field(min_length=1, description="the instruction")
+    images: Paths = Field(default=(), description="control images, the one to edit first: a path, or a list of paths")
+    name: str | None = Field(default=None, description="what it is called; default: the image's name")
+    seed: Seed = Field(default=0, description="of the noise it starts from")
+
+
 class ValidationSettings(Section):
-    """What happens at every checkpoint with the held-out samples (data.held_out)."""
+    """What happens at every checkpoint: the held-out samples (data.held_out) are measured, and edits are drawn."""
 
     noise_levels: int = Field(default=4, ge=1, le=100, description="at which each sample's loss is measured")
     max_samples: int | None = Field(default=None, ge=1, description="of the held-out loss; default: all")
     images: int = Field(default=4, ge=0, description="held-out edits that are drawn, as one batch")
+    edits: tuple[OwnEdit, ...] = Field(
+        default=(),
+        strict=False,
+        description="images and prompts of your own to draw as well; no held-out data is needed",
+    )
     num_inference_steps: int | None = Field(default=None, ge=1, description="default: as for predict")
     true_cfg_scale: float = Field(
         default=1.0, ge=1, description="above 1: against the empty prompt, which the cache then holds too"
@@ -219,6 +237,11 @@ class PredictSettings(Section):
     negative_prompt: str | None = Field(default=None, description="switches true CFG on; may be a space")
     true_cfg_scale: float | None = Field(default=None, description="default: 1 for FLUX (off), 4 for Qwen")
     max_tokens: int = Field(default=32768, ge=1, description="image tokens of a batch of jobs; a larger job runs alone")
+    size: Literal["input"] | Size | None = Field(
+        default=None,
+        description="[height, width] of results, to which the image to edit is brought too; input: that image's own "
+        "size; default: what preprocessing makes of that image",
+    )
     preprocessing: Literal["lora", "pipeline", "config"] = Field(
         default="lora",
         description="how images reach their size: as the LoRA was trained, if its file says so, else as in diffusers' "

@@ -9,8 +9,23 @@
 7. `batch`     the samples of one micro-batch with their noise and timestep
 """
 
-from qflux.data.cache import EmbeddingCacheManager
-from qflux.data.geometry import ImageProcessor
-from qflux.data.plan import EpochPlan
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qflux.data.cache import EmbeddingCacheManager
+    from qflux.data.geometry import ImageProcessor
+    from qflux.data.plan import EpochPlan
 
 __all__ = ["EmbeddingCacheManager", "EpochPlan", "ImageProcessor"]
+
+_HOMES = {"EmbeddingCacheManager": "cache", "EpochPlan": "plan", "ImageProcessor": "geometry"}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names on first use: whoever lists a folder of pictures should not wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'qflux.data' has no attribute {name!r}")
+    return getattr(import_module(f"qflux.data.{_HOMES[name]}"), name)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qflux.data.encoded import EncodedExample, TextEmbedding
 from qflux.ragged.interleave import Interleave
-from qflux.ragged.layout import ImageShape, image_tokens
+from qflux.ragged.shapes import ImageShape, image_tokens
 from qflux.ragged.transfer import upload
 
 

@@ -28,7 +28,7 @@ from qflux.data.entries import VERSION, BrokenEntry
 from qflux.data.index import FileIndex
 from qflux.data.store import key_of, write_bytes, write_json
 from qflux.errors import CacheError
-from qflux.ragged.layout import ImageShape
+from qflux.ragged.shapes import ImageShape
 
 KINDS = {"text": "tokens", "image": "latents", "mask": "mask"}
 """The kinds of entries, and the tensor that each must hold."""

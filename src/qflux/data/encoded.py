@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from qflux.errors import DataError
-from qflux.ragged.layout import ImageShape, image_tokens
+from qflux.ragged.shapes import ImageShape, image_tokens
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ class EditExample:
     """Visits per epoch."""
     is_prior: bool = False
     """A class image, for prior preservation."""
+    place: str = ""
+    """The row of a table that it is from."""
 
     @property
     def images(self) -> tuple[ImageRef, ...]:

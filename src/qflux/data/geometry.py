@@ -7,17 +7,22 @@ remainder of less than one step is cropped (`resize` stretches and `padding` add
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from PIL import Image
 
 from qflux.config import STEP, ProcessorSettings
-from qflux.errors import DataError
+from qflux.errors import DataError, cut
 
 Size = tuple[int, int]
 """`(height, width)` in pixels."""
+
+AskedSize = Size | Literal["input"] | None
+"""What somebody wants of a result's size; nothing: what the preprocessing makes of the image to edit."""
 
 DEFAULT_AREA = 1024 * 1024
 FILL = 0.9
@@ -90,7 +95,7 @@ class ImageProcessor:
 
     def __init__(self, settings: ProcessorSettings | None = None) -> None:
         self.settings = settings or ProcessorSettings()
-        self._fit = {"resize": "stretch", "padding": "pad"}.get(self.settings.process_type, "crop")
+        self.fit = {"resize": "stretch", "padding": "pad"}.get(self.settings.process_type, "crop")
 
     def target(self, width: int, height: int, name: str = "image") -> Transform:
         """The transform of a target of this size; its mask shares it, and its first control unless it has its own."""
@@ -136,10 +141,10 @@ class ImageProcessor:
 
     def _transform(self, choice: _Choice, width: int, height: int) -> Transform:
         if isinstance(choice, tuple):
-            return Transform(choice, self._fit)
+            return Transform(choice, self.fit)
         if choice == "kontext":
-            return Transform(closest_aspect(KONTEXT_SIZES, width, height), self._fit)
-        return Transform(best_size([int(area) for area in choice], width, height), self._fit)
+            return Transform(closest_aspect(KONTEXT_SIZES, width, height), self.fit)
+        return Transform(best_size([int(area) for area in choice], width, height), self.fit)
 
     def check_aspect(self, width: int, height: int, name: str) -> None:
         """An error if the image is longer than `max_aspect_ratio` allows."""
@@ -149,6 +154,16 @@ class ImageProcessor:
                 f"{name} is {width}x{height}: its aspect ratio {ratio:.2f} is beyond max_aspect_ratio {most:g}",
                 "raise data.processor.max_aspect_ratio.",
             )
+
+
+def asked_size(text: str) -> AskedSize:
+    """A size as people write it: `input`, or HEIGHTxWIDTH such as 768x1024."""
+    if text.strip().lower() == "input":
+        return "input"
+    match = re.fullmatch(r"\s*(\d{1,5})\s*[x*×]\s*(\d{1,5})\s*", text)
+    if not match:
+        raise DataError(f"the size {cut(text)} is neither 'input' nor HEIGHTxWIDTH", "for example 768x1024.")
+    return int(match[1]), int(match[2])
 
 
 def best_size(areas: Sequence[int], width: int, height: int) -> Size:

@@ -6,6 +6,7 @@ The table is read through Arrow, so that listing it touches prompts and counts b
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from qflux.config import HubSource
 from qflux.data.examples import EditExample, Listing
 from qflux.data.images import ByteStream, ImageFile, ImageRef, shown
 from qflux.data.store import key_of
-from qflux.data.tables import note_controls, require_columns
+from qflux.data.tables import note_controls, require_columns, told_apart
 from qflux.errors import DataError
 
 _BATCH = 1000
@@ -32,6 +33,8 @@ class ImageCell:
     table: Any = field(compare=False, repr=False)
     version: tuple[Any, ...] | None = field(default=None, compare=False, repr=False)
     """What changes with the files behind the table."""
+    file: str | None = field(default=None, compare=False)
+    """What the image was called before it went into the table, if that is known."""
 
     def open(self) -> ByteStream:
         value = self.table[self.row].column(self.column)[0].as_py()
@@ -59,6 +62,7 @@ def read_hub(settings: HubSource) -> Listing:
     reader = _RowReader(settings, data.with_format("arrow"), _version(data))
     for start in range(0, len(data), _BATCH):
         listing.examples += reader.read(start, min(start + _BATCH, len(data)), listing)
+    listing.examples = told_apart(listing.examples)
     note_controls(listing)
     return listing
 
@@ -111,7 +115,7 @@ class _RowReader:
         self._table = table
         self._version = version
         columns = settings.columns
-        wanted = (columns.target, columns.controls, columns.mask)
+        wanted = (columns.target, *columns.controls, columns.mask)
         self._present = [name for name in wanted if name in table.column_names]
         self._prompts = table.select_columns([columns.prompt])
 
@@ -124,7 +128,7 @@ class _RowReader:
             row = start + offset
             name = f"{self._settings.path.name}[{self._settings.split}][{row}]"
             target = shapes[columns.target][offset]
-            controls = shapes[columns.controls][offset] if columns.controls in shapes else ()
+            controls = _in_order([shapes[column][offset] for column in columns.controls if column in shapes])
             mask = shapes[columns.mask][offset] if columns.mask in shapes else ()
             if len(target) != 1 or len(mask) > 1:
                 problem = f"{len(target)} target images, {len(mask)} masks; one target and at most one mask are right"
@@ -132,10 +136,12 @@ class _RowReader:
             elif not isinstance(prompt, str) or not prompt.strip():
                 listing.fault(name, f"{columns.prompt} is empty")
             elif any(cell is None for cell in controls):
-                listing.fault(name, f"{columns.controls} has a gap: an image is missing")
+                listing.fault(name, f"{', '.join(columns.controls)} has a gap: an image is missing")
             else:
                 images = tuple(cell for cell in controls if cell is not None)
-                examples.append(EditExample(name, target[0], prompt.strip(), images, mask[0] if mask else None))
+                called = _file_name(target[0]) or name
+                found = EditExample(called, target[0], prompt.strip(), images, mask[0] if mask else None, place=name)
+                examples.append(found)
         return examples
 
     def _cells(self, column: str, start: int, stop: int) -> list[tuple[Any, ...]]:
@@ -159,9 +165,22 @@ class _RowReader:
         """An image kept as bytes, or a path: relative to a local data set's folder."""
         path = _path_of(value)
         if path is None:
-            return ImageCell(shown(self._settings.path), row, column, item, self._table, self._version)
+            file = value["path"].as_py() if isinstance(value, Mapping) and "path" in value else None
+            return ImageCell(shown(self._settings.path), row, column, item, self._table, self._version, file)
         root = self._settings.path if self._settings.path.is_dir() else self._settings.path.parent
         return ImageFile(root / path)
+
+
+def _file_name(image: ImageRef) -> str | None:
+    """What people call an image of a data set, if it has a name of its own."""
+    name = image.file if isinstance(image, ImageCell) else image.path.name if isinstance(image, ImageFile) else None
+    return shown(name) if name else None
+
+
+def _in_order(columns: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """The cells of several columns; an empty column before one that is not is a gap."""
+    filled = max((place for place, cells in enumerate(columns, start=1) if cells), default=0)
+    return tuple(cell for cells in columns[:filled] for cell in cells or (None,))
 
 
 def _is_list(kind: Any) -> bool:

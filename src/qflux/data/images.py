@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from PIL import Image, UnidentifiedImageError
-from torch import Tensor
 
 from qflux.errors import DataError
 
@@ -179,17 +177,6 @@ def load_small(image: ImageRef, side: int) -> Image.Image:
         return to_rgb(opened).resize((side, side), Image.Resampling.BOX)
 
     return _guarded(image, shrink, draft=(4 * side, 4 * side))
-
-
-def to_pixels(image: Image.Image) -> Tensor:
-    """An RGB image as `(3, H, W)` float32 in [-1, 1]."""
-    return torch.from_numpy(np.array(image, dtype=np.float32)).permute(2, 0, 1) / 255.0 * 2.0 - 1.0
-
-
-def to_image(pixels: Tensor) -> Image.Image:
-    """Pixels `(3, H, W)` in [-1, 1] as an RGB image; what lies outside is clipped."""
-    values = (pixels.float() / 2 + 0.5).clamp(0, 1).permute(1, 2, 0)
-    return Image.fromarray((values * 255).round().to(torch.uint8).cpu().numpy())
 
 
 def _guarded(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from qflux.config import CacheSource, DataSettings, Source
 from qflux.data.examples import EditExample, Fault, Listing
@@ -21,10 +21,11 @@ from qflux.data.images import ImageFacts, ImageRef, shown
 from qflux.data.index import FileIndex
 from qflux.data.sources import read_source
 from qflux.data.store import key_of
-from qflux.data.stored import StoredSample, read_stored
 from qflux.errors import DataError, collected
-from qflux.ragged.layout import ImageShape, image_tokens
-from qflux.ragged.patches import token_shape
+from qflux.ragged.shapes import ImageShape, image_tokens, token_shape
+
+if TYPE_CHECKING:
+    from qflux.data.stored import StoredSample
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +154,8 @@ def _listed(sources: Sequence[Source], stored: list[StoredSample], is_prior: boo
     for source in sources:
         try:
             if isinstance(source, CacheSource):
+                from qflux.data.stored import read_stored  # noqa: PLC0415  (imports torch)
+
                 samples, listing = read_stored(source, is_prior)
                 stored += samples
             else:

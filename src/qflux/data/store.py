@@ -7,12 +7,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 
 def write_bytes(path: Path, data: bytes, staging: Path | None = None) -> None:
@@ -60,6 +57,21 @@ def append_line(path: Path, value: Any) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines; what is torn, as a kill can leave it, or no object is left out."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return
+    for line in text.splitlines():
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
 def sweep(folder: Path, name: str | None = None) -> None:
     """Remove what killed processes have left of files that were being written; of one file, or of all in a folder."""
     for file in folder.glob(".*.tmp"):
@@ -80,49 +92,6 @@ def _is_alive(process: int) -> bool:
 
 def write_json(path: Path, value: Any, staging: Path | None = None) -> None:
     write_bytes(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode(), staging)
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """A safetensors file, written tensor by tensor: it takes no memory of its own. Equal contents give equal bytes."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # aligned, as readers want it
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    offset = 0
-    for name in order:
-        tensor = tensors[name]
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    encoded = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-
-    def content() -> Iterator[bytes | memoryview]:
-        yield len(encoded).to_bytes(8, "little") + encoded
-        for name in order:
-            flat = tensors[name].detach().cpu().contiguous().flatten()
-            if flat.numel():
-                yield memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-    write_chunks(path, content())
-
-
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 def sync_folder(folder: Path) -> None:

@@ -17,7 +17,7 @@ from qflux.data.images import ImageFile, shown
 from qflux.data.store import key_of
 from qflux.data.torch_files import REMEDY, TorchSample, content_of, read_torch, torch_files
 from qflux.errors import CacheError, DataError
-from qflux.ragged.layout import ImageShape, image_tokens
+from qflux.ragged.shapes import ImageShape, image_tokens
 
 logger = logging.getLogger(__name__)
 

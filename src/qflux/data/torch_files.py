@@ -25,8 +25,8 @@ from qflux.config import STEP
 from qflux.data.encoded import EncodedExample, TextEmbedding
 from qflux.data.store import file_hash, key_of
 from qflux.errors import CacheError
-from qflux.ragged.layout import ImageShape, image_tokens
 from qflux.ragged.patches import mask_to_tokens
+from qflux.ragged.shapes import ImageShape, image_tokens
 
 REMEDY = "encode the sample again with `qflux cache`, or remove the file."
 METADATA = "metadata"

@@ -5,17 +5,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from qflux.demo.instructions import words
 from qflux.models.flux_kontext.components import FluxKontextComponents
 from qflux.models.flux_kontext.tiny import Sizes, small
 
-FOLDER = Path(__file__).with_name("model")
-TEXT_TOKENS = 24
-"""The length every prompt is padded to, as FLUX does."""
 SIZES = Sizes(
     layers=(2, 7),
     heads=6,

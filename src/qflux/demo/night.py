@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qflux.data.folder import CONTROLS, TARGETS
-from qflux.data.images import to_image
+from qflux.data.pixels import to_image
 from qflux.demo.instructions import SIZES, SMALL_SIZES, TO_LIT_NIGHT, TO_NIGHT
 from qflux.demo.scenes import COLOURS, dimmed, draw_scene, render, render_night, swatch
 from qflux.report.pictures import write_png

@@ -22,11 +22,10 @@ from PIL import Image
 from qflux.adapters.attach import Weighted
 from qflux.config import Config, load_config
 from qflux.data.images import load_rgb
-from qflux.demo.base import FOLDER, TEXT_TOKENS
 from qflux.demo.data import write_data_set
 from qflux.demo.night import write_night_set
 from qflux.errors import ConfigError
-from qflux.models import get_family
+from qflux.models import get_family, shipped
 from qflux.models.loading import save_checkpoint
 from qflux.report.inspection import sample_tokens
 from qflux.report.pictures import GridRow, batch_layout, edit_grid, loss_curves, write_png
@@ -42,7 +41,12 @@ SETTINGS: dict[str, Any] = {
     "family": "flux-kontext",
     "output_dir": "runs/demo",
     "run_name": "night",
-    "model": {"pretrained": "runs/demo/model", "dtype": "float32", "device": "cpu", "max_sequence_length": TEXT_TOKENS},
+    "model": {
+        "pretrained": "runs/demo/model",
+        "dtype": "float32",
+        "device": "cpu",
+        "max_sequence_length": shipped.TEXT_TOKENS,
+    },
     "data": {
         "path": "runs/demo/data",
         "batch_size": 4,
@@ -63,20 +67,9 @@ SETTINGS: dict[str, Any] = {
     },
     "lora": {
         "rank": 16,
-        "target_modules": [
-            "to_q",
-            "to_k",
-            "to_v",
-            "to_out.0",
-            "net.0.proj",
-            "net.2",
-            "proj_mlp",
-            "proj_out",
-            "norm.linear",
-            "norm1.linear",
-        ],
+        "target_modules": list(shipped.TARGETS),
     },
-    "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.006}},
+    "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": shipped.RATE}},
     "train": {
         "max_train_steps": 320,
         "lr_scheduler": "cosine",
@@ -204,7 +197,7 @@ def _write_data(folder: Path, config: Config) -> None:
 def _write_model(folder: Path, config: Config) -> None:
     family = get_family(config.family)
     if config.family == "flux-kontext":
-        shutil.copytree(FOLDER, folder)
+        shutil.copytree(shipped.FOLDER, folder)
     else:
         save_checkpoint(family.tiny(config.seed), folder, family.pipeline)
 

@@ -1,22 +1,22 @@
-"""Model families. To add one: a folder like `flux_kontext/` and a line in `FAMILIES`."""
+"""Model families. To add one: a folder like `flux_kontext/` and a line in `registry.FAMILIES`."""
 
-from qflux.errors import ConfigError
-from qflux.models.family import Family
-from qflux.models.flux_kontext.family import FLUX_KONTEXT
-from qflux.models.flux_kontext.transformer import FluxTransformer2DModel
-from qflux.models.qwen_image.family import QWEN_IMAGE, QWEN_IMAGE_EDIT, QWEN_IMAGE_EDIT_PLUS
-from qflux.models.qwen_image.transformer import QwenImageTransformer2DModel
+from __future__ import annotations
 
-FAMILIES: dict[str, Family] = {
-    family.name: family for family in (FLUX_KONTEXT, QWEN_IMAGE, QWEN_IMAGE_EDIT, QWEN_IMAGE_EDIT_PLUS)
-}
+from typing import TYPE_CHECKING, Any
 
-
-def get_family(name: str) -> Family:
-    """The family of that name."""
-    if name not in FAMILIES:
-        raise ConfigError(f"unknown family {name!r}", f"known families: {', '.join(FAMILIES)}.")
-    return FAMILIES[name]
-
+if TYPE_CHECKING:
+    from qflux.models.family import Family
+    from qflux.models.flux_kontext.transformer import FluxTransformer2DModel
+    from qflux.models.qwen_image.transformer import QwenImageTransformer2DModel
+    from qflux.models.registry import FAMILIES, get_family
 
 __all__ = ["FAMILIES", "Family", "FluxTransformer2DModel", "QwenImageTransformer2DModel", "get_family"]
+
+
+def __getattr__(name: str) -> Any:
+    """Public names on first use: facts of models can be asked for without torch."""
+    if name not in __all__:
+        raise AttributeError(f"module 'qflux.models' has no attribute {name!r}")
+    from qflux.models import registry  # noqa: PLC0415
+
+    return getattr(registry, name)

@@ -16,7 +16,8 @@ from qflux.config import Config
 from qflux.data.encoded import Prompt, TextEmbedding, TextLimit
 from qflux.data.geometry import Transform
 from qflux.errors import ConfigError, DataError
-from qflux.ragged.layout import ImageShape, PackedLayout, PaddedLayout, RaggedLayout
+from qflux.ragged.layout import PackedLayout, PaddedLayout, RaggedLayout
+from qflux.ragged.shapes import ImageShape
 
 
 class Encoder(Protocol):

@@ -15,6 +15,7 @@ from qflux.config import ModelSettings
 from qflux.data.store import key_of, write_json
 from qflux.errors import CheckpointError
 from qflux.models.quantization import quantization_config
+from qflux.models.shipped import local_folder
 
 _END = 1 << 20
 _REPAIR = "fetch the checkpoint again, or give another one."
@@ -23,7 +24,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model")
 
 def checkpoint_folder(pretrained: str, parts: Sequence[str], download: bool = True, files: str = "*") -> Path:
     """The local folder of a checkpoint, downloading (`files` of) the named parts if it is a hub id and they may be."""
-    folder = Path(pretrained).expanduser()
+    folder = local_folder(pretrained)
     if not folder.is_dir():
         if pretrained.count("/") != 1 or pretrained.startswith((".", "/", "~")):
             raise CheckpointError(f"model.pretrained: no folder {pretrained}", "give a diffusers folder or a hub id.")

@@ -24,10 +24,8 @@ from torch import Tensor
 
 from qflux.ragged.attention import masked_attention, ragged_attention
 from qflux.ragged.interleave import Interleave
+from qflux.ragged.shapes import ImageShape, image_tokens
 from qflux.ragged.transfer import upload
-
-ImageShape = tuple[int, int, int]
-"""`(1, rows, columns)` of an image in tokens; one token is 16 × 16 pixels."""
 
 
 @dataclass(frozen=True)
@@ -182,11 +180,6 @@ class PaddedLayout(RaggedLayout):
 
     def leave_image(self, tokens: Tensor) -> Tensor:
         return tokens.index_select(0, self._image_rows)
-
-
-def image_tokens(shapes: Sequence[ImageShape]) -> int:
-    """How many tokens these images are together."""
-    return sum(frames * rows * columns for frames, rows, columns in shapes)
 
 
 def padding_ratio(*batches: Sequence[int]) -> float:

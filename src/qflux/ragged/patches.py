@@ -5,9 +5,7 @@ from __future__ import annotations
 from einops import rearrange
 from torch import Tensor
 
-from qflux.ragged.layout import ImageShape
-
-PIXELS_PER_TOKEN = 16
+from qflux.ragged.shapes import ImageShape
 
 
 def pack(latents: Tensor) -> Tensor:
@@ -19,11 +17,6 @@ def unpack(tokens: Tensor, shape: ImageShape) -> Tensor:
     """Tokens `(h * w, 4 C)` as latents `(C, 2 h, 2 w)`."""
     _, rows, columns = shape
     return rearrange(tokens, "(h w) (c p q) -> c (h p) (w q)", h=rows, w=columns, p=2, q=2)
-
-
-def token_shape(height: int, width: int) -> ImageShape:
-    """The token grid of an image of `height` × `width` pixels."""
-    return (1, height // PIXELS_PER_TOKEN, width // PIXELS_PER_TOKEN)
 
 
 def mask_to_tokens(mask: Tensor) -> Tensor:

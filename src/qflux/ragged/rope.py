@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qflux.ragged.layout import ImageShape
+from qflux.ragged.shapes import ImageShape
 from qflux.ragged.transfer import upload
 
 Rotary = Tensor

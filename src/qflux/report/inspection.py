@@ -12,7 +12,7 @@ from qflux.data.images import ImageFacts, ImageRef, load_rgb
 from qflux.data.inspect import Inspected
 from qflux.data.samples import SizedExample
 from qflux.errors import DataError
-from qflux.ragged.layout import image_tokens
+from qflux.ragged.shapes import image_tokens
 from qflux.report.pictures import FAINT, GAP, INK, MARGIN, PAPER, TARGET, SampleTokens, batch_layout, font
 
 CELL = 260

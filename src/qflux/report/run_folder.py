@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from qflux.data.store import read_lines
 from qflux.errors import DataError
 from qflux.training.ledger import Coverage, coverage, read_ledger
 
@@ -29,6 +30,11 @@ class EditHistory:
     """Step and picture, oldest first."""
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a run has been started in a folder."""
+    return (folder / "config.yaml").is_file()
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """Reads what is there; what is torn or missing is left out."""
@@ -40,7 +46,7 @@ class RunFolder:
     def __post_init__(self) -> None:
         if not self.path.is_dir():
             raise DataError(f"there is no run at {self.path}", "give the folder of a run: <output_dir>/<run_name>.")
-        if not (self.path / "config.yaml").is_file():
+        if not is_run(self.path):
             raise DataError(f"{self.path} is no run: it has no config.yaml", "give <output_dir>/<run_name>.")
 
     @property
@@ -130,17 +136,7 @@ class RunFolder:
         return path if path.is_file() and path.is_relative_to(self.path.resolve()) else None
 
     def _lines(self, name: str) -> Iterator[dict[str, Any]]:
-        try:
-            text = (self.path / name).read_text(encoding="utf-8", errors="replace")
-        except FileNotFoundError:
-            return
-        for line in text.splitlines():
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError):  # torn by a kill
-                continue
-            if isinstance(value, dict):
-                yield value
+        return read_lines(self.path / name)
 
     def _json(self, name: str | Path) -> dict[str, Any]:
         try:

@@ -61,6 +61,7 @@ class JobRun:
         self._seed = settings.seed
         self._max_tokens = settings.max_tokens
         self._batch_size = settings.batch_size
+        self._size = settings.size
 
     def __call__(self, jobs: Sequence[Job], negative_prompt: str | None, progress: Progress) -> JobsReport:
         """Make every image that is not there yet."""
@@ -86,9 +87,10 @@ class JobRun:
         return report
 
     def _check(self, job: Job, negative_prompt: str | None, report: JobsReport) -> _Checked | None:
+        job = job if job.size is not None else replace(job, size=self._size)
         try:
             facts = [read_facts(ImageFile(path)) for path in job.images]
-            tokens = self._predictor.tokens([fact.size for fact in facts], job.size)
+            tokens = self._predictor.prepare.tokens([fact.size for fact in facts], job.size)
         except QfluxError as error:
             report.problems.append(f"{job.name}: {error.problem}")
             return None

@@ -2,7 +2,8 @@
 
 folder   `<name>.png` with `<name>.txt`, further images `<name>_control_1.png` …
 table    columns (or JSON keys) `image`, `image_1` …, `prompt`, and if wanted `name`, `prompt_2`, `negative_prompt`,
-         `seed`, `height`, `width`; JSON may have a list `images` instead. Paths are relative to the file.
+         `seed`, `height` and `width`, or `size` (HEIGHTxWIDTH or input); JSON may have a list `images` instead.
+         Paths are relative to the file.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from qflux.config.training import PredictSettings
+from qflux.data.geometry import AskedSize, asked_size
 from qflux.data.images import SUFFIXES
 from qflux.errors import DataError
 
-COLUMNS = ("image", "images", "prompt", "name", "prompt_2", "negative_prompt", "seed", "height", "width")
+COLUMNS = ("image", "images", "prompt", "name", "prompt_2", "negative_prompt", "seed", "size", "height", "width")
 
 
 SHEET = "contact_sheet"
@@ -42,8 +44,7 @@ class Job:
     prompt_2: str | None = None
     negative_prompt: str | None = None
     seed: int | None = None
-    size: tuple[int, int] | None = None
-    """`(height, width)`"""
+    size: AskedSize = None
 
 
 @dataclass(frozen=True)
@@ -132,9 +133,6 @@ def _job(row: Mapping[str, Any], root: Path, default: str | None) -> Job:
     prompt = _text(row, "prompt") or default
     if prompt is None or not (prompt.strip() or default is not None):
         raise DataError("it has no prompt")
-    height, width = _whole(row, "height"), _whole(row, "width")
-    if (height is None) != (width is None):
-        raise DataError("height and width go together")
     name = _text(row, "name") or (images[0].stem if images else re.sub(r"\W+", "-", prompt)[:60].strip("-"))
     if not name or "/" in name or name.startswith(".") or name == SHEET or not name.isprintable():
         raise DataError(f"{name[:80]!r} can't be the name of an image")
@@ -147,8 +145,19 @@ def _job(row: Mapping[str, Any], root: Path, default: str | None) -> Job:
         prompt_2=_text(row, "prompt_2"),
         negative_prompt=_text(row, "negative_prompt", empty=True),
         seed=_whole(row, "seed"),
-        size=None if height is None or width is None else (height, width),
+        size=_size(row),
     )
+
+
+def _size(row: Mapping[str, Any]) -> AskedSize:
+    height, width, text = _whole(row, "height"), _whole(row, "width"), _text(row, "size")
+    if (height is None) != (width is None):
+        raise DataError("height and width go together")
+    if text is not None and height is not None:
+        raise DataError("size and height exclude each other")
+    if text is not None:
+        return asked_size(text)
+    return None if height is None or width is None else (height, width)
 
 
 def _existing(root: Path, value: str) -> Path:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from qflux.errors import ConfigError
 from qflux.losses.timesteps import NoiseShift
 from qflux.models.family import Family, ModelInputs
 from qflux.ragged.interleave import Interleave
-from qflux.ragged.layout import ImageShape, image_tokens
+from qflux.ragged.shapes import ImageShape, image_tokens
 
 OnStep = Callable[[int, int], None]
 
@@ -35,10 +35,26 @@ class Prepared:
     img_shapes: tuple[ImageShape, ...]
     text: TextEmbedding
     negative: TextEmbedding | None = None
+    exact: tuple[int, int] | None = None
+    """`(width, height)` that the finished image is brought to, where that is no whole number of tokens."""
 
     @property
     def target(self) -> ImageShape:
         return self.img_shapes[0]
+
+    def to(self, device: torch.device | str) -> Prepared:
+        """The same on another device."""
+
+        def moved(text: TextEmbedding) -> TextEmbedding:
+            return TextEmbedding(text.tokens.to(device), None if text.pooled is None else text.pooled.to(device))
+
+        return replace(
+            self,
+            noise=self.noise.to(device),
+            controls=self.controls.to(device),
+            text=moved(self.text),
+            negative=None if self.negative is None else moved(self.negative),
+        )
 
 
 class Sampler:

@@ -19,6 +19,7 @@ from qflux.data.inspect import Inspected
 from qflux.errors import CacheError, DataError, QfluxError
 from qflux.models.loading import empty_transformer
 from qflux.models.quantization import quantization_config
+from qflux.models.shipped import local_folder
 from qflux.training.encode import plan_samples, require_complete
 from qflux.training.optim import build_optimizer, build_schedule
 from qflux.training.trackers import require_trackers
@@ -113,7 +114,7 @@ def _data(inspected: Inspected, config: Config) -> Iterator[Check]:
 
 def _checkpoint(trainer: Trainer) -> Iterator[Check]:
     """The parts of a checkpoint that is on this machine: that they are there, and those of the family."""
-    family, folder = trainer.family, Path(trainer.config.model.pretrained).expanduser()
+    family, folder = trainer.family, local_folder(trainer.config.model.pretrained)
     if not folder.is_dir():
         return
     for part in ("scheduler", "transformer", *family.text_parts, *family.image_parts):
@@ -133,7 +134,7 @@ def _checkpoint(trainer: Trainer) -> Iterator[Check]:
     try:
         trainer.text_counter()
     except QfluxError as error:
-        yield Check("model", "error", error.problem.splitlines()[0], error.remedy)
+        yield Check("model", "error", error.headline, error.remedy)
 
 
 def _trained(trainer: Trainer) -> Iterator[Check]:
@@ -177,7 +178,7 @@ def _cache(trainer: Trainer) -> Check:
     try:
         require_complete(plan_samples(config, trainer.family, trainer.store), trainer.store, config)
     except CacheError as error:
-        return Check("cache", "warning", error.problem.splitlines()[0], "run `qflux cache` before `qflux fit`.")
+        return Check("cache", "warning", error.headline, "run `qflux cache` before `qflux fit`.")
     except DataError:
         return Check("cache", "unknown", "the data have to be mended first")
     except QfluxError as error:
@@ -187,7 +188,7 @@ def _cache(trainer: Trainer) -> Check:
 
 def _not_known(what: str, error: QfluxError, remedy: str) -> Check:
     """A hub that can't be reached now says nothing about a run; everything else that fails would fail then."""
-    problem = error.problem.splitlines()[0]
+    problem = error.headline
     return Check(what, "unknown", problem, remedy) if FETCH in problem else Check(what, "error", problem, error.remedy)
 
 

@@ -29,7 +29,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from qflux.data.plan import TrainingPlan
-from qflux.data.store import file_hash, sync_folder, write_json, write_tensors
+from qflux.data.store import file_hash, sync_folder, write_json
+from qflux.data.tensor_files import write_tensors
 from qflux.errors import CheckpointError
 from qflux.training.distributed import World, copy_, whole
 from qflux.training.optimizer_state import flatten_optimizer, plain, restore_optimizer
@@ -69,6 +70,8 @@ class Checkpoints:
     ) -> None:
         self.folder = folder
         self.settings = settings or {}
+        self.may_differ: frozenset[str] = frozenset()
+        """Of these, what somebody has agreed to."""
         self.measure = ""
         """How held-out losses are measured; those of another measure are no competition."""
         self._keep = keep
@@ -83,7 +86,11 @@ class Checkpoints:
             try:
                 if _fault(folder) is None:
                     saved = json.loads((folder / "state.json").read_text())
-                    return {"settings": dict(saved["settings"]), "epoch_starts": list(saved["epoch_starts"])}
+                    return {
+                        "settings": dict(saved["settings"]),
+                        "epoch_starts": list(saved["epoch_starts"]),
+                        "step": int(saved["step"]),
+                    }
             except (OSError, ValueError, TypeError, KeyError):
                 continue
         return None
@@ -258,7 +265,8 @@ class Checkpoints:
 
     def _require_same_settings(self, folder: Path | None, before: dict[str, Any]) -> None:
         settings = json.loads(json.dumps(self.settings))
-        changed = sorted(key for key in settings.keys() | before.keys() if settings.get(key) != before.get(key))
+        known = (settings.keys() | before.keys()) - self.may_differ
+        changed = sorted(key for key in known if settings.get(key) != before.get(key))
         if changed:
             details = "; ".join(f"{key} was {before.get(key)!r}, is {settings.get(key)!r}" for key in changed)
             raise CheckpointError(

@@ -18,7 +18,8 @@ from qflux.data.cache import RECACHE, EmbeddingCacheManager, Manifest, SampleKey
 from qflux.data.encoded import WHOLE, EncodedExample, Prompt, TextEmbedding, Variant
 from qflux.data.entries import VERSION
 from qflux.data.examples import Fault
-from qflux.data.images import load_mask, load_rgb, to_pixels
+from qflux.data.images import load_mask, load_rgb
+from qflux.data.pixels import to_pixels
 from qflux.data.samples import Progress, SizedExample, gather, require_usable
 from qflux.data.store import key_of
 from qflux.data.stored import StoredSample

@@ -17,6 +17,7 @@ from qflux.adapters.publish import write_card, write_merged_card
 from qflux.data.store import file_hash, write_json
 from qflux.errors import CheckpointError, ConfigError, DataError
 from qflux.models.loading import checkpoint_folder, load_transformer
+from qflux.models.shipped import local_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,7 +95,7 @@ def _merged(
     target = target.resolve()
     if target.exists() and any(target.iterdir()) and not (target / MERGE_RECORD).is_file():
         raise DataError(f"--output {target} holds something else than an earlier merge", "give a new folder.")
-    if target == Path(trainer.config.model.pretrained).expanduser().resolve():
+    if target == local_folder(trainer.config.model.pretrained).resolve():
         raise DataError(f"--output {target} is the base itself", "give a new folder.")
     loras = [file.layers(trainer.family, transformer) for file in files]
     report = merge(transformer, list(zip(loras, weights, strict=True)))

@@ -28,7 +28,7 @@ from qflux.data.claims import Claims
 from qflux.data.loader import read_ahead
 from qflux.errors import CacheError, DataError
 from qflux.models.family import Encoder
-from qflux.ragged.layout import image_tokens
+from qflux.ragged.shapes import image_tokens
 from qflux.training.encode import PlannedSample, open_image, open_mask, open_prompt
 
 logger = logging.getLogger(__name__)

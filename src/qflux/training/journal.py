@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 import yaml
+from PIL import Image
 
 from qflux.adapters.files import Record
 from qflux.adapters.publish import write_card
@@ -124,23 +125,29 @@ class Journal:
 
     def _draw(self, done: int, edits: Sequence[DrawnEdit]) -> Path:
         """`samples/step-N.png`, all side by side, and `samples/step-N/`, each output by itself."""
-        columns = ("control", "output", "wanted")
         rows, described = [], []
         samples = self._folder / "samples"
         for number, edit in enumerate(edits):
-            images = {"control": edit.control, "output": edit.output, "wanted": edit.wanted}
-            caption = f"{edit.name}: {edit.prompt}"
-            rows.append(GridRow(caption[:80], {name: images[name] for name in columns if images[name] is not None}))  # type: ignore[misc]
-            plain = re.sub(r"[^\w.-]+", "_", edit.name)[-80:]
+            images = _pictures(edit)
+            rows.append(GridRow(f"{edit.name}: {edit.prompt}"[:80], images))
+            plain = re.sub(r"[^\w.-]+", "_", Path(edit.name).stem)[-60:] or "edit"
             name = f"{number:02d}-{plain}.png"
-            files = {"output": f"step-{done:08d}/{name}", "wanted": f"wanted/{name}", "control": f"control/{name}"}
+            files = {kind: f"{kind.replace(' ', '-')}/{name}" for kind in images}
+            files["output"] = f"step-{done:08d}/{name}"
             for kind, image in images.items():
-                if image is not None:
-                    write_png(samples / files[kind], image)
+                write_png(samples / files[kind], image)
             described.append({"name": edit.name, "prompt": edit.prompt} | {k: f"../{v}" for k, v in files.items()})
         write_json(samples / f"step-{done:08d}" / "edits.json", {"edits": described})
         largest = max(max(edit.output.size) for edit in edits)
-        grid = edit_grid(
-            rows, [column for column in columns if any(column in row.images for row in rows)], 384 / largest
-        )
-        return write_png(self._folder / "samples" / f"step-{done:08d}.png", grid)
+        further = sorted({kind for row in rows for kind in row.images if kind.startswith("control ")})
+        columns = [
+            kind for kind in ("control", *further, "mask", "output", "wanted") if any(kind in r.images for r in rows)
+        ]
+        return write_png(samples / f"step-{done:08d}.png", edit_grid(rows, columns, 384 / largest))
+
+
+def _pictures(edit: DrawnEdit) -> dict[str, Image.Image]:
+    """Everything there is to see of an edit, by what it is."""
+    controls = {"control" if n == 1 else f"control {n}": image for n, image in enumerate(edit.controls, start=1)}
+    rest = {"mask": edit.mask, "output": edit.output, "wanted": edit.wanted}
+    return controls | {kind: image for kind, image in rest.items() if image is not None}

@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from qflux.data.examples import Fault
-from qflux.data.plan import PlannedStep
-from qflux.data.store import append_line, write_bytes
-from qflux.training.encode import TrainingSample
+from qflux.data.store import append_line, read_lines, write_bytes
+
+if TYPE_CHECKING:  # reports read ledgers, and should not wait for torch
+    from qflux.data.examples import Fault
+    from qflux.data.plan import PlannedStep
+    from qflux.training.encode import TrainingSample
 
 
 @dataclass(frozen=True)
@@ -70,22 +72,13 @@ def coverage(path: Path) -> Coverage:
         elif line["kind"] == "step" and _is_step(line):
             visits.update(map(str, line["samples"]))
             epochs.add(line["epoch"])
-    return Coverage(len(samples), len(visits), visits.total(), len(epochs), tuple(skipped))
+    trained = len(samples & visits.keys())  # samples that are gone by now may have trained too
+    return Coverage(len(samples), trained, visits.total(), len(epochs), tuple(skipped))
 
 
 def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a ledger; a torn one, which a kill can leave at the end, is left out."""
-    try:
-        text = path.read_text(errors="replace")
-    except FileNotFoundError:
-        return
-    for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict) and "kind" in value:
-            yield value
+    return (line for line in read_lines(path) if "kind" in line)
 
 
 def _is_step(line: dict[str, Any]) -> bool:

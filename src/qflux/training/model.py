@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from qflux.adapters.attach import adapter_tensors, trained_layers
+from qflux.adapters.attach import adapter_tensors, start_from, trained_layers
 from qflux.adapters.export import save_verified, write_transformer
-from qflux.adapters.files import FILE_NAME, Record, names_of, write_product
+from qflux.adapters.files import FILE_NAME, Record, names_of, read_adapter, write_product
 from qflux.adapters.lora import ADAPTER, inject, trainable
 from qflux.config import Config
 from qflux.data.batch import EditBatch
@@ -31,8 +31,15 @@ class TrainedModel:
     """A transformer made ready: `velocity` of a batch, `parameters` that train, and how the result is written."""
 
     def __init__(
-        self, transformer: nn.Module, family: Family, config: Config, world: World, device: torch.device
+        self,
+        transformer: nn.Module,
+        family: Family,
+        config: Config,
+        world: World,
+        device: torch.device,
+        start: Path | None = None,
     ) -> None:
+        """`start` is an adapter whose weights the one to train begins with."""
         self.transformer: Any = transformer
         self.family = family
         self._config = config
@@ -43,7 +50,12 @@ class TrainedModel:
         if self.is_full:
             transformer.requires_grad_(True)
         else:
+            file = read_adapter(start) if start else None
+            layers = file.layers(family, transformer) if file and not file.is_product else {}  # of a bare transformer
             inject(transformer, config.lora, config.seed)
+            if file:
+                file.require_family(family)
+                start_from(transformer, file, layers, config.lora)
         world.broadcast(trainable(transformer).values())
         transformer.train()
         self._set_up_blocks()

@@ -36,7 +36,7 @@ from qflux.training.model import TrainedModel, total_size
 from qflux.training.optim import build_optimizer, build_schedule, set_rate
 from qflux.training.trackers import require_trackers
 from qflux.training.update import Update
-from qflux.training.validation import HeldOutEdits
+from qflux.training.validation import DrawnEdits
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ def _still_step(update: Update, config: Config) -> None:
         )
 
 
-def try_edit(edits: HeldOutEdits, model: TrainedModel) -> None:
+def try_edit(edits: DrawnEdits, model: TrainedModel) -> None:
     """One held-out edit in one step, with its decoding."""
     try:
         edits(model, steps=2, count=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 
 from qflux.config import Config
 from qflux.data.plan import PlannedStep, TrainingPlan
-from qflux.data.store import seed_of
+from qflux.data.store import read_lines, seed_of
 from qflux.errors import CheckpointError, Interrupted, QfluxError
 from qflux.losses.objective import Objective, StepSize
 from qflux.losses.timesteps import NoiseLevels
@@ -48,7 +48,7 @@ from qflux.training.optim import build_optimizer, build_schedule
 from qflux.training.preflight import naming_memory, rehearse, require_disk, try_edit
 from qflux.training.readback import Readback
 from qflux.training.update import Ema, LossScale, Update
-from qflux.training.validation import HeldOutEdits, HeldOutLoss, Validation
+from qflux.training.validation import DrawnEdits, HeldOutLoss, PreparedEdit, Validation
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +101,7 @@ class Run:
         device: torch.device,
         stop: StopRequest,
         listener: Listener | None,
+        own: Sequence[PreparedEdit] = (),
     ) -> None:
         self._config = config
         self._world = world
@@ -120,9 +121,9 @@ class Run:
         self._state = TrainingState(self._update, plan)
         self._largest, self._largest_visits = plan.largest(min(checkpoints.newest_step(), total - 1), total)
         self._held_out = HeldOutLoss(config, planned.held_out, provider, levels, world, device)
-        self._edits: HeldOutEdits | None = None
-        if planned.held_out and config.validation.images:
-            self._edits = HeldOutEdits(config, planned.held_out, provider, *decoder(), device)
+        self._edits: DrawnEdits | None = None
+        if own or (planned.held_out and config.validation.images):
+            self._edits = DrawnEdits(config, planned.held_out, provider, *decoder(), device, own)
         self._readback: Readback[StepNote] = Readback()
         self._reporter = Reporter(
             StepFlops(model.transformer, len(model.family.blocks(model.transformer)), model.is_full),
@@ -282,10 +283,10 @@ class Run:
 
     def _validate(self, done: int) -> Validation | None:
         """Held-out loss and edits, with the average's weights if there is one."""
-        if not self._held_out:
+        if not self._held_out and not self._edits:
             return None
         with self._averaged():
-            found = self._held_out(self._model)
+            found = self._held_out(self._model) if self._held_out else None
             edits = self._edits(self._model) if self._edits else []
         if self._journal:
             self._journal.validation(done, found, edits)
@@ -322,13 +323,18 @@ class Run:
             result,
             self._total,
             done,
-            first_loss=losses[0] if losses else None,
+            first_loss=self._first_loss(),
             last_loss=losses[-1] if losses else None,
             skipped_steps=self._reporter.skipped,
             held_out_loss=found.loss if found else None,
             best=self._checkpoints.best(),
             coverage=coverage(folder / "ledger.jsonl"),
         )
+
+    def _first_loss(self) -> float | None:
+        """Of the whole run, which may have begun in another process."""
+        first = next(read_lines(self._config.run_dir / "metrics.jsonl"), {}).get("loss")
+        return float(first) if isinstance(first, int | float) else None
 
     def _preflight(self) -> None:
         """Whatever could fail later is tried now."""

@@ -24,10 +24,11 @@ from PIL import Image
 from torch import nn
 
 from qflux.adapters.attach import Weighted, attach_all
-from qflux.adapters.files import Record
+from qflux.adapters.files import Record, read_adapter
 from qflux.config import Config, ProcessorSettings, load_config
 from qflux.data.cache import EmbeddingCacheManager
 from qflux.data.claims import Claims
+from qflux.data.geometry import AskedSize
 from qflux.data.inspect import Inspected, inspect
 from qflux.data.samples import SizedExample
 from qflux.errors import CheckpointError, ConfigError, DataError, collected
@@ -36,6 +37,7 @@ from qflux.models import Family, get_family
 from qflux.models.family import Encoder, TextCount, TextCounter, text_limit
 from qflux.models.loading import load_transformer
 from qflux.sampling.predict import Edit, Predictor
+from qflux.sampling.prepare import Preparer
 from qflux.training.checkpoint import Checkpoints
 from qflux.training.distributed import World
 from qflux.training.encode import (
@@ -50,13 +52,24 @@ from qflux.training.encode import (
 from qflux.training.feed import FromCache, FromImages, Provider, training_plan
 from qflux.training.fill import CacheFiller, CacheReport
 from qflux.training.fill import Listener as CacheListener
-from qflux.training.identity import NOISE_SHIFT, data_identity, known_starts, path_settings
+from qflux.training.identity import (
+    DATA,
+    NOISE_SHIFT,
+    STEPS,
+    data_changes,
+    data_identity,
+    known_starts,
+    path_settings,
+    planned_steps,
+)
 from qflux.training.interrupt import deferred_signals, exclusive
 from qflux.training.metrics import Listener
 from qflux.training.model import TrainedModel
+from qflux.training.optim import build_schedule
 from qflux.training.preflight import require_parts
 from qflux.training.repeatable import repeatable
 from qflux.training.run import FitResult, Run
+from qflux.training.validation import PreparedEdit, prepare_own
 
 logger = logging.getLogger(__name__)
 
@@ -146,8 +159,11 @@ class Trainer:
             logger.warning("loss.use_mask_loss is on, but no sample has a mask: everything counts as edited")
         return planned
 
-    def fit(self, listener: Listener | None = None) -> FitResult:
-        """Train on the samples, going on from the newest checkpoint if there is one."""
+    def fit(self, listener: Listener | None = None, accept_data_change: bool = False) -> FitResult:
+        """Train on the samples, going on from the newest checkpoint if there is one.
+
+        If its samples are not these, that is an error, unless `accept_data_change` says that it should go on with them.
+        """
         config, world = self.config, World.join()
         planned = self.samples()
         provider = self._provider(planned)
@@ -161,14 +177,28 @@ class Trainer:
             raise ConfigError("no sample is due in the epochs to train", "raise train.num_epochs or the weights.")
         levels, schedule = self._noise_levels(before)
         checkpoints.settings = path_settings(config, total) | identity | schedule
+        checkpoints.may_differ = frozenset({STEPS, DATA})
         world.first(lambda: checkpoints.require_usable(total))
+        changed = data_changes(before, identity, config.run_dir / "ledger.jsonl", planned.training)
+        if changed and not accept_data_change:
+            raise CheckpointError(
+                changed,
+                "--accept-data-change goes on with them (a new epoch begins); another run_name begins anew.",
+            )
+        if changed:
+            logger.warning("%s; a new epoch begins with them", changed)
+        self._tell_of_length(before, total)
         require_parts(config, self.family, total)
+        start = config.lora.init_from if before is None and config.train.method == "lora" else None
+        if start:
+            read_adapter(start).require_family(self.family)  # before anything large is loaded
+        own = self._own_edits()
         logger.info("%d samples, %d steps, %d processes", len(planned.training), total, world.size)
 
         with ExitStack() as held:
             world.first(lambda: held.enter_context(exclusive(config.run_dir)))
             held.enter_context(repeatable(config.train.deterministic))
-            model = TrainedModel(self._transformer(world), self.family, config, world, self.device)
+            model = TrainedModel(self._transformer(world), self.family, config, world, self.device, start)
             require_fitting(planned, model.transformer)
             stop = held.enter_context(
                 deferred_signals()
@@ -187,8 +217,43 @@ class Trainer:
                 self.device,
                 stop,
                 listener,
+                own,
             )
             return run()
+
+    def _own_edits(self) -> list[PreparedEdit]:
+        """What `validation.edits` asks for, encoded; the encoders are gone before the transformer comes."""
+        if not self.config.validation.edits:
+            return []
+        prepare = Preparer(
+            self.family, self._encoder("text", "image"), self.config.data.processor, self.device, self.dtype
+        )
+        try:
+            return prepare_own(self.config, prepare)
+        finally:
+            del prepare
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _tell_of_length(self, before: Mapping[str, Any] | None, total: int) -> None:
+        """Say what becomes of a learning rate whose schedule was made for another number of steps."""
+        steps = planned_steps(before)
+        if before is None or steps in (None, total):
+            return
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        was, now = (
+            build_schedule(self.config.train, optimizer, length).factor(before["step"]) for length in (steps, total)
+        )
+        logger.warning(
+            "the run was planned for %d steps and is now for %d: lr_scheduler %s stretches over all of them; "
+            "at step %d the learning rate goes from %.3g to %.3g of its full value",
+            steps,
+            total,
+            self.config.train.lr_scheduler,
+            before["step"],
+            was,
+            now,
+        )
 
     def _noise_levels(self, before: Mapping[str, Any] | None) -> tuple[NoiseLevels, dict[str, object]]:
         """Noise levels on the model's own schedule, and what a checkpoint records of it.
@@ -231,18 +296,19 @@ class Trainer:
         images: Sequence[Sequence[Image.Image]],
         prompts: Sequence[str],
         *,
-        lora: Path | Sequence[Weighted] | None = None,
+        lora: str | Path | Sequence[Weighted] | None = None,
         lora_scale: float = 1.0,
-        size: tuple[int, int] | None = None,
+        size: AskedSize = None,
         seeds: Sequence[int] | None = None,
     ) -> list[Image.Image]:
         """Edit images: per prompt its control images (the first one is the image to edit), of any sizes.
 
-        `lora` is an adapter file or folder, or several with a weight each. `size` is `(height, width)` of the results;
-        by default that of the first control after preprocessing. `seeds` has one entry per prompt; the default is
-        `predict.seed` for each.
+        `lora` is an adapter file or folder, or several with a weight each. `size` is `(height, width)` of the results
+        or "input", as large as the first control; the default is `predict.size`, and then the first control's size
+        after preprocessing. `seeds` has one entry per prompt; the default is `predict.seed` for each.
         """
         settings = self.config.predict
+        size = settings.size if size is None else size
         seeds = seeds if seeds is not None else [settings.seed] * len(prompts)
         if not len(images) == len(prompts) == len(seeds):
             raise ValueError(
@@ -252,7 +318,7 @@ class Trainer:
             Edit(tuple(controls), prompt, negative_prompt=settings.negative_prompt, seed=seed, size=size)
             for controls, prompt, seed in zip(images, prompts, seeds, strict=True)
         ]
-        adapters = [Weighted(lora, lora_scale)] if isinstance(lora, Path) else lora or ()
+        adapters = [Weighted(Path(lora).expanduser(), lora_scale)] if isinstance(lora, str | Path) else lora or ()
         return self.predictor(adapters)(edits)
 
     def predictor(self, adapters: Sequence[Weighted] = ()) -> Predictor:

@@ -1,7 +1,8 @@
 """What a checkpoint is worth: loss on held-out samples, and edits of some of them.
 
 1. `HeldOutLoss`    the loss at noise and noise levels that never change, so that checkpoints can be compared
-2. `HeldOutEdits`   edits of a few held-out samples of different sizes, as one ragged batch, and how far they drifted
+2. `DrawnEdits`     edits of a few held-out samples of different sizes and of somebody's own images, as one ragged
+                    batch, and how far they drifted
 
 Nothing but the cache and the VAE's decoder is needed. All ranks take part: a sharded model can't run on one alone.
 """
@@ -9,6 +10,7 @@ Nothing but the cache and the VAE's decoder is needed. All ranks take part: a sh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,17 +23,21 @@ from torch import Tensor
 from qflux.config import Config
 from qflux.data.batch import EditBatch
 from qflux.data.encoded import WHOLE, EncodedExample, TextEmbedding, Variant
-from qflux.data.images import to_image
+from qflux.data.images import ImageFile, load_rgb
 from qflux.data.loader import read_ahead
+from qflux.data.pixels import to_image
 from qflux.data.store import key_of, seed_of
+from qflux.errors import DataError
 from qflux.losses.mse import MseLoss
 from qflux.losses.timesteps import NoiseLevels, NoiseShift
 from qflux.models.family import Encoder
+from qflux.ragged.shapes import ImageShape
 from qflux.ragged.transfer import upload
 from qflux.sampling.drift import Drift, drift_between
+from qflux.sampling.prepare import Edit, Preparer
 from qflux.sampling.sampler import Prepared, Sampler
 from qflux.training.distributed import World
-from qflux.training.encode import TrainingSample
+from qflux.training.encode import PlannedSample, TrainingSample
 from qflux.training.feed import Provider, read_named
 from qflux.training.model import TrainedModel
 
@@ -145,19 +151,46 @@ class HeldOutLoss:
 
 @dataclass(frozen=True)
 class DrawnEdit:
-    """A held-out sample, edited."""
+    """A held-out sample or an own image, edited. What is known is shown as it was given, at its training size."""
 
     name: str
     prompt: str
     output: Image.Image
-    wanted: Image.Image
-    control: Image.Image | None
-    drift: Drift | None
+    wanted: Image.Image | None = None
+    controls: tuple[Image.Image, ...] = ()
+    mask: Image.Image | None = None
+    drift: Drift | None = None
     """Against the first control, outside the mask."""
 
 
-class HeldOutEdits:
-    """Edits of held-out samples. Of many, those are chosen that differ most in sizes and control counts."""
+@dataclass(frozen=True)
+class PreparedEdit:
+    """An edit of somebody's own, encoded."""
+
+    name: str
+    prompt: str
+    prepared: Prepared
+    controls: tuple[Image.Image, ...]
+    """At the size they are edited at."""
+
+
+def prepare_own(config: Config, prepare: Preparer) -> list[PreparedEdit]:
+    """The edits of `validation.edits`, at the sizes that the run trains at; their tensors on the host."""
+    made = []
+    for number, own in enumerate(config.validation.edits):
+        images = tuple(load_rgb(ImageFile(path)) for path in own.images)
+        name = own.name or (own.images[0].name if own.images else f"edit {number + 1}")
+        # Guided validation is against the empty prompt, as for held-out samples.
+        negative = "" if config.validation.true_cfg_scale > 1 else None
+        _, transforms = prepare.transforms([image.size for image in images])
+        shown = tuple(transform(image) for transform, image in zip(transforms, images, strict=True))
+        prepared = prepare(Edit(images, own.prompt, negative_prompt=negative, seed=own.seed))
+        made.append(PreparedEdit(name, own.prompt, prepared.to("cpu"), shown))
+    return made
+
+
+class DrawnEdits:
+    """Edits of held-out samples, and own ones. Of many samples, those are chosen that differ most in sizes."""
 
     def __init__(
         self,
@@ -167,7 +200,9 @@ class HeldOutEdits:
         encoder: Encoder,
         scheduler: Any,
         device: torch.device,
+        own: Sequence[PreparedEdit] = (),
     ) -> None:
+        self._own = list(own)
         self._config = config
         self._provider = provider
         self._encoder = encoder
@@ -176,11 +211,16 @@ class HeldOutEdits:
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._samples = _varied(samples, config.validation.images)
 
+    def __bool__(self) -> bool:
+        return bool(self._samples or self._own)
+
     def __call__(self, model: TrainedModel, steps: int | None = None, count: int | None = None) -> list[DrawnEdit]:
         """Draw them all (or `count`), as one batch; by default with the configured number of steps."""
         config, chosen = self._config, self._samples[:count]
+        own = self._own[: None if count is None else max(0, count - len(chosen))]
         examples = [self._example(sample, WHOLE) for sample in chosen]
         prepared = [self._prepare(sample, example) for sample, example in zip(chosen, examples, strict=True)]
+        prepared += [edit.prepared.to(self._device) for edit in own]
         defaults = model.family.defaults
         sampler = Sampler(model.family, model.transformer, self._scheduler)
         with model.evaluating(), model.computing():
@@ -193,7 +233,8 @@ class HeldOutEdits:
                 config.predict.guidance_scale,
                 config.validation.true_cfg_scale,
             )
-        return [self._drawn(*item) for item in zip(chosen, examples, latents, strict=True)]
+        drawn = [self._drawn(*item) for item in zip(chosen, examples, latents[: len(chosen)], strict=True)]
+        return drawn + [self._drawn_own(*item) for item in zip(own, latents[len(chosen) :], strict=True)]
 
     def _example(self, sample: TrainingSample, variant: Variant) -> EncodedExample:
         return self._provider.finish(read_named(self._provider, sample, variant))
@@ -219,19 +260,32 @@ class HeldOutEdits:
         return TextEmbedding(upload(text.tokens.to(self._dtype), self._device), pooled)
 
     def _drawn(self, sample: TrainingSample, example: EncodedExample, latents: Tensor) -> DrawnEdit:
-        pictures = [self._decode(latents, example, 0)]
-        pictures += [self._decode(example.latents[index], example, index) for index in range(len(example.latents))[:2]]
-        output, wanted, *controls = pictures
-        control = controls[0] if controls else None
+        output = self._decode(latents, example.img_shapes[0])
         drift = None
-        if control is not None and control.size == output.size:
-            drift = drift_between(control, output, _mask(example))
-        return DrawnEdit(sample.example.name, sample.example.prompt, output, wanted, control, drift)
+        if example.img_shapes[:1] == example.img_shapes[1:2]:
+            # Both through the VAE: what it does to an image is no drift.
+            drift = drift_between(self._decode(example.latents[1], example.img_shapes[1]), output, _mask(example))
+        wanted, *controls = (self._given(sample, example, index) for index in range(len(example.latents)))
+        name, prompt, mask = sample.example.name, sample.example.prompt, _mask_picture(example)
+        return DrawnEdit(name, prompt, output, wanted, tuple(controls), mask, drift)
 
-    def _decode(self, latents: Tensor, example: EncodedExample, index: int) -> Image.Image:
+    def _drawn_own(self, edit: PreparedEdit, latents: Tensor) -> DrawnEdit:
+        output = self._decode(latents, edit.prepared.target)
+        alike = bool(edit.controls) and edit.controls[0].size == output.size
+        drift = drift_between(edit.controls[0], output, None) if alike else None
+        return DrawnEdit(edit.name, edit.prompt, output, controls=edit.controls, drift=drift)
+
+    def _given(self, sample: TrainingSample, example: EncodedExample, index: int) -> Image.Image:
+        """An image of a sample as it trains; from its file, or through the VAE where there is none any more."""
+        if isinstance(sample, PlannedSample):
+            with suppress(DataError):
+                return sample.transforms[index](load_rgb(sample.example.images[index]))
+        return self._decode(example.latents[index], example.img_shapes[index])
+
+    def _decode(self, latents: Tensor, shape: ImageShape) -> Image.Image:
         tokens = latents.to(self._device, self._dtype)
         with torch.no_grad():
-            return to_image(self._encoder.decode_image(tokens, example.img_shapes[index]))
+            return to_image(self._encoder.decode_image(tokens, shape))
 
 
 def _varied(samples: Sequence[TrainingSample], count: int) -> list[TrainingSample]:
@@ -251,6 +305,15 @@ def _mask(example: EncodedExample) -> NDArray[np.float32] | None:
         return None
     _, rows, columns = example.img_shapes[0]
     return example.mask.float().reshape(rows, columns).numpy()
+
+
+def _mask_picture(example: EncodedExample) -> Image.Image | None:
+    """The edited region in white, at the size of the target."""
+    mask = _mask(example)
+    if mask is None:
+        return None
+    small = Image.fromarray((255 * mask).round().astype(np.uint8))
+    return small.resize((16 * small.width, 16 * small.height), Image.Resampling.NEAREST).convert("RGB")
 
 
 def drifts(edits: Sequence[DrawnEdit]) -> Iterator[dict[str, Any]]:

@@ -23,9 +23,10 @@ from torch import Tensor
 from qflux.models.compat import mask_from_lengths, picklable, register_blocks, require_plain_attention, take_mask
 from qflux.models.padding import Padding, as_bool
 from qflux.ragged.heads import join_heads, join_turned_heads
-from qflux.ragged.layout import ImageShape, PackedLayout, RaggedLayout, image_tokens
+from qflux.ragged.layout import PackedLayout, RaggedLayout
 from qflux.ragged.modulation import ModulatedStream, clip_fp16, norm_modulate
 from qflux.ragged.rope import Rotary
+from qflux.ragged.shapes import ImageShape, image_tokens
 from qflux.ragged.transfer import upload
 
 ImgShapes = Sequence[Sequence[ImageShape]]

@@ -1,0 +1,158 @@
+"""Edits as a transformer sees them: sizes chosen, images and prompts encoded, noise drawn."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from PIL import Image
+
+from qflux.config import STEP, ProcessorSettings
+from qflux.data.encoded import Prompt
+from qflux.data.geometry import AskedSize, ImageProcessor, Size, Transform
+from qflux.data.images import to_rgb
+from qflux.data.pixels import to_pixels
+from qflux.errors import DataError
+from qflux.models.family import Encoder, Family
+from qflux.ragged.patches import pack
+from qflux.ragged.shapes import image_tokens, token_shape
+from qflux.sampling.sampler import Prepared
+
+logger = logging.getLogger(__name__)
+
+MOST_PIXELS, MOST_SIDE = 4096 * 4096, 8192
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One edit to make: control images (the first is the one to edit), a prompt and a seed.
+
+    A negative prompt switches true classifier-free guidance on.
+    """
+
+    controls: tuple[Image.Image, ...]
+    prompt: str
+    prompt_2: str | None = None
+    negative_prompt: str | None = None
+    seed: int = 0
+    size: AskedSize = None
+    """`(height, width)` of the result, or "input": that of the image to edit, which is brought to it too."""
+
+
+class Preparer:
+    """Encodes edits. Images reach their size by `processor`, or without one as in the reference pipeline."""
+
+    def __init__(
+        self,
+        family: Family,
+        encoder: Encoder,
+        processor: ProcessorSettings | None,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._family = family
+        self._encoder = encoder
+        # What may be trained on is no reason not to edit: the limit on aspect ratios is the training's.
+        self._settings = processor and processor.model_copy(update={"max_aspect_ratio": None})
+        self._processor = ImageProcessor(self._settings) if self._settings else None
+        self._device = device
+        self._dtype = dtype
+        self._told: set[str] = set()
+
+    @property
+    def description(self) -> dict[str, Any] | str:
+        """How images reach their size, for the notes of a result."""
+        return self._settings.model_dump(mode="json") if self._settings else "pipeline"
+
+    def tokens(self, sizes: Sequence[tuple[int, int]], asked: AskedSize = None) -> int:
+        """Image tokens of an edit with controls of these (width, height) and a result of the size asked for."""
+        target, transforms = self.transforms(sizes, asked)
+        return image_tokens([token_shape(*size) for size in (target, *(transform.size for transform in transforms))])
+
+    def transforms(self, sizes: Sequence[tuple[int, int]], asked: AskedSize = None) -> tuple[Size, list[Transform]]:
+        """The size `(height, width)` of the result, and how control images of these (width, height) reach theirs.
+
+        The image to edit and the result share one transform: the models have learnt that a place in one is the same
+        place in the other. Without an image to edit, and without a size asked for, the result is a square.
+        """
+        own = sizes[0] if sizes else (1024, 1024)
+        if asked is not None:
+            target = self._transform_to(asked, own, bool(sizes))
+        elif self._processor is None:
+            target = self._family.reference_view(*own)
+        else:
+            target = self._processor.target(*own)
+        if self._processor is None:
+            further = [self._family.reference_view(*pixels) for pixels in sizes[1:]]
+            return target.size, [target, *further] if sizes else []
+        controls = [self._processor.control(index, *pixels, target) for index, pixels in enumerate(sizes)]
+        return target.size, controls
+
+    def _transform_to(self, asked: Size | Literal["input"], own: tuple[int, int], has_image: bool) -> Transform:
+        """How an image of `own` (width, height) reaches the size that somebody asked for."""
+        width, height = own
+        if asked == "input":
+            if not has_image:
+                raise DataError('the size "input" is that of the image to edit, and there is none', "give a size.")
+            # Less than a step is stretched, and stretched back in the result: not a pixel's place is lost.
+            return Transform(_checked((_to_step(height), _to_step(width))), "stretch")
+        transform = Transform(_checked(asked), self._processor.fit if self._processor else "crop")
+        if has_image and transform.crops(width, height):
+            left, top, right, bottom = transform.box(width, height)
+            lost = 1 - (right - left) * (bottom - top) / (width * height)
+            self._tell(
+                f"an image of {width}x{height} has another aspect ratio than the {asked[1]}x{asked[0]} asked for: "
+                f"{lost:.0%} of it is cut off; the size 'input' keeps all of it"
+            )
+        return transform
+
+    @torch.no_grad()
+    def __call__(self, edit: Edit) -> Prepared:
+        """Encode an edit."""
+        self._family.check_controls(len(edit.controls), "edit")
+        controls, shapes, seen = [], [], []
+        images = list(map(to_rgb, edit.controls))
+        size, transforms = self.transforms([image.size for image in images], edit.size)
+        for index, (image, transform) in enumerate(zip(images, transforms, strict=True)):
+            controls.append(self._encoder.encode_images([to_pixels(transform(image))])[0].to(self._device))
+            shapes.append(token_shape(*transform.size))
+            view = self._family.prompt_view(index, image.size, transform)
+            seen += [view(image)] if view else []
+        target = token_shape(*size)
+        _, rows, columns = target
+        generator = torch.Generator().manual_seed(edit.seed)
+        channels = self._family.image_channels // 4
+        noise = torch.randn(channels, 2 * rows, 2 * columns, generator=generator, dtype=self._dtype)
+        packed = pack(noise).to(self._device)
+        prompts = [Prompt(edit.prompt, edit.prompt_2, tuple(seen))]
+        if edit.negative_prompt is not None:
+            prompts.append(Prompt(edit.negative_prompt, images=tuple(seen)))
+        text, *negative = self._encoder.encode_text(prompts)
+        return Prepared(
+            noise=packed,
+            controls=torch.cat(controls or [packed[:0]]),
+            img_shapes=(target, *shapes),
+            text=text,
+            negative=negative[0] if negative else None,
+            exact=images[0].size if edit.size == "input" else None,
+        )
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            logger.warning("%s", text)
+
+
+def _to_step(side: int) -> int:
+    return max(STEP, round(side / STEP) * STEP)
+
+
+def _checked(size: Size) -> Size:
+    if any(side < STEP or side % STEP for side in size):
+        raise DataError(f"the size {size[0]}x{size[1]} is not possible", f"use multiples of {STEP} pixels.")
+    if size[0] * size[1] > MOST_PIXELS or max(size) > MOST_SIDE:
+        raise DataError(f"the size {size[0]}x{size[1]} is beyond anything the models know", "use at most 4096x4096.")
+    return size

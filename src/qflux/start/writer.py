@@ -1,0 +1,177 @@
+"""The config that is written for somebody's data, with a word about everything."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qflux.models import shipped
+from qflux.start.look import Seen
+from qflux.start.machine import Machine
+from qflux.start.presets import Model, Preset
+
+SIDES = (128, 192, 256, 384, 512, 640, 768, 896, 1024)
+"""Of squares whose areas are candidates."""
+HEAD = "# Written by qflux for "
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a config is written from."""
+
+    data: Path
+    source: dict[str, Any]
+    seen: Seen
+    model: Model
+    machine: Machine
+    preset: Preset
+    run_name: str
+
+
+def config_text(plan: Plan, file: Path) -> str:
+    """The YAML."""
+    return "\n".join([*_head(plan, file), *_model(plan), *_data(plan), *_training(plan), *_rest(plan), ""])
+
+
+def written_for(file: Path) -> str | None:
+    """The data that a config was written for, if it was written here."""
+    try:
+        with file.open(encoding="utf-8") as opened:
+            first = opened.readline()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return first.removeprefix(HEAD).rstrip("\n:") if first.startswith(HEAD) else None
+
+
+def shown_data(data: Path) -> str:
+    """Where data are, as a config's first line names them."""
+    return _one_line(str(data.absolute()))
+
+
+def _head(plan: Plan, file: Path) -> list[str]:
+    shown = _one_line(shlex.quote(str(file)))
+    return [
+        f"{HEAD}{shown_data(plan.data)}:",
+        f"# {plan.seen}; to be trained on {_one_line(str(plan.machine))}.",
+        "# Every key is explained in docs/reference.md.",
+        "#",
+        f"#   qflux train {shown}     all of the following; run it again to go on after an interruption",
+        "#",
+        f"#   qflux check {shown}     what would go wrong",
+        f"#   qflux cache {shown}     encode images and prompts once",
+        f"#   qflux fit {shown}       train",
+        f"#   qflux report {shown}    look at it",
+        "",
+    ]
+
+
+def _model(plan: Plan) -> list[str]:
+    model, preset = plan.model, plan.preset
+    about = "a hub id, or a folder in diffusers format"
+    if model.is_small:
+        about = f"the small model that ships with qflux; on a GPU: {model.published.hub_id}"
+    quantization = "  # quantization: int8 # or fp8, nf4: the frozen weights take half or a quarter of the memory"
+    if preset.quantization:
+        quantization = f"  quantization: {preset.quantization} # of the frozen weights: {_one_line(str(plan.machine))}"
+    return [
+        f"family: {model.family}",
+        "output_dir: runs # from the folder in which the command is started, like all paths here",
+        f"run_name: {json.dumps(plan.run_name)} # everything goes to runs/{plan.run_name}/",
+        "",
+        "model:",
+        f"  pretrained: {json.dumps(model.pretrained, ensure_ascii=False)} # {about}",
+        f"  dtype: {preset.dtype}",
+        *([] if model.is_small else [quantization]),
+        *([f"  max_sequence_length: {shipped.TEXT_TOKENS}", "  on_long_prompt: truncate"] if model.is_small else []),
+        "",
+    ]
+
+
+def _data(plan: Plan) -> list[str]:
+    seen, preset = plan.seen, plan.preset
+    count = len(seen.samples)
+    held_out = max(1, min(8, count // 10)) if count >= 10 else 0
+    hold = f"held_out: {{ count: {held_out} }} # never train; their loss and edits are logged at every checkpoint"
+    listed = yaml.safe_dump([plan.source], sort_keys=False, allow_unicode=True).rstrip().replace("\n", "\n    ")
+    areas = ", ".join(f'"{side}*{side}"' for side in candidates(seen.sides, preset.largest_side))
+    return [
+        "data:",
+        "  sources:",
+        f"    {listed}",
+        f"  batch_size: {preset.batch_size} # samples of any sizes; or max_tokens: as many as fit into so many tokens",
+        f"  {hold}" if held_out else "  # held_out: { count: 2 } # samples that never train and validate the run",
+        *([f"  on_bad_sample: skip # {len(seen.faults)} samples can't be used"] if seen.faults else []),
+        "  processor:",
+        "    # Each image takes the nearest of these areas, at its own aspect ratio.",
+        f"    multi_resolutions: [{areas}]",
+        "",
+    ]
+
+
+def candidates(sides: list[float], largest: int) -> list[int]:
+    """Squares between the small and the large images; none much larger than any image, and none beyond `largest`."""
+    low, high = (min(side, largest) for side in (sides[len(sides) // 20], sides[-1 - len(sides) // 20]))
+    chosen = [side for side in SIDES if 0.85 * low <= side <= min(1.1 * high, largest)]
+    if not chosen:
+        nearest = min(SIDES, key=lambda side: abs(side - high)) if high >= SIDES[0] else max(64, round(high / 16) * 16)
+        chosen = [min(nearest, largest)]
+    while len(chosen) > 4:
+        chosen = chosen[::2] if chosen[::2][-1] == chosen[-1] else [*chosen[::2], chosen[-1]]
+    return chosen
+
+
+def _training(plan: Plan) -> list[str]:
+    preset, small = plan.preset, plan.model.is_small
+    visits = preset.steps * preset.batch_size // len(plan.seen.samples)
+    small_gpu = preset.quantization == "nf4"
+    optimizer = "bitsandbytes.optim.AdamW8bit" if small_gpu else "torch.optim.AdamW"
+    warmup = 30 if small else 50
+    return [
+        "lora:",
+        "  rank: 16",
+        "  alpha: 16 # strength is alpha / rank",
+        *([f"  target_modules: [{', '.join(shipped.TARGETS)}]"] if small else []),
+        "",
+        "optimizer:",
+        f"  class_path: {optimizer}",
+        f"  init_args: {{ lr: {shipped.RATE if small else '1e-4'}, weight_decay: {0.0 if small else '1e-4'} }}",
+        "",
+        "train:",
+        f"  max_train_steps: {preset.steps} # about {visits} visits of each sample",
+        f"  lr_scheduler: {'cosine' if small else 'constant_with_warmup'}",
+        f"  lr_warmup_steps: {warmup}",
+        f"  gradient_checkpointing: {str(preset.gradient_checkpointing).lower()} # true: less memory, more time",
+        f"  compile: {str(preset.compile).lower()} # true: minutes once, then faster steps on a GPU",
+        f"  checkpoint_every: {80 if small else 250}",
+        "",
+    ]
+
+
+def _rest(plan: Plan) -> list[str]:
+    published, small, seen = plan.model.published, plan.model.is_small, plan.seen
+    steps = 8 if small else published.inference_steps
+    guidance = ['  negative_prompt: " " # switches true CFG on'] if published.has_cfg else ["  guidance_scale: 3.5"]
+    return [
+        "loss:",
+        f"  use_mask_loss: {str(bool(seen.masks)).lower()} # {seen.masks} of {len(seen.samples)} samples have a mask",
+        "",
+        "validation:",
+        "  images: 4 # held-out edits that are drawn at every checkpoint",
+        *(["  num_inference_steps: 8"] if small else []),
+        "  # edits: # your own, beside them or instead",
+        "  #   - { prompt: make it snow, images: [photo.jpg] }",
+        "",
+        "predict:",
+        f"  num_inference_steps: {steps}",
+        *guidance,
+    ]
+
+
+def _one_line(text: str) -> str:
+    """As it can stand in a comment."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
