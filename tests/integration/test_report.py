@@ -108,28 +108,92 @@ def sections(browser) -> list[str]:
 
 def test_a_finished_run_has_a_report_that_renders_and_whose_sliders_move(runs, browser):
     opened(browser, runs["first"] / "report.html")
-    assert sections(browser)[:2] == ["Summary", "Loss"]
-    assert {"Held-out edits", "Speed and memory", "Data", "Configuration", "Environment"} <= set(sections(browser))
-    assert "finished" in browser.find_element("id", "summary").text
+    assert sections(browser)[:3] == ["Edits", "Summary", "Loss"], "edits come first, then curves"
+    assert {"Speed and memory", "Data", "Configuration", "Environment"} <= set(sections(browser))
+    summary = browser.find_element("id", "summary").text
+    for expected in (
+        "finished",
+        "last step 20",
+        "pytorch_lora_weights.safetensors",
+        "rank 4 (lora)",
+        "learning rate 0.00",
+    ):
+        assert expected in summary
     assert len(browser.find_elements("css selector", "polyline")) >= 6
     compares = browser.find_elements("css selector", ".compare")
     assert len(compares) == 3
-    frame, cut = (compares[0].find_element("css selector", name) for name in (".frame", ".cut"))
-    before = compares[0].find_element("css selector", ".before")
-    was = before.value_of_css_property("clip-path")
-    browser.execute_script("arguments[0].value = 10; arguments[0].dispatchEvent(new Event('input'))", cut)
-    assert frame.get_attribute("style") == "--cut: 10%;"
-    assert before.value_of_css_property("clip-path") != was
-    time = compares[0].find_element("css selector", ".time")
+    frames = browser.find_elements("css selector", ".frame")
+    cuts = "return [...document.querySelectorAll('.frame')].map((f) => getComputedStyle(f).getPropertyValue('--cut'))"
+    assert browser.execute_script(cuts) == ["0%"] * 3, "at first all of the output is seen"
+    drag = """
+        const box = arguments[0].getBoundingClientRect();
+        const at = (share, kind, buttons) => arguments[0].dispatchEvent(new PointerEvent(kind, {
+            clientX: box.left + share * box.width, clientY: box.top + 5, buttons, pointerId: 1, bubbles: true }));
+        arguments[0].setPointerCapture = () => {};
+        at(0.2, "pointerdown", 1); at(0.75, "pointermove", 1); at(0.1, "pointermove", 0);
+    """
+    browser.execute_script(drag, frames[1])
+    moved = browser.execute_script(cuts)
+    assert len(set(moved)) == 1, "one moves all"
+    assert 74 < float(moved[0].removesuffix("%")) < 76
+    frames[0].send_keys("\ue011")  # Home
+    assert browser.execute_script(cuts) == ["0%"] * 3
+    time = browser.find_element("css selector", ".time")
     assert time.get_attribute("max") == "3"
     browser.execute_script("arguments[0].value = 0; arguments[0].dispatchEvent(new Event('input'))", time)
-    assert compares[0].find_element("css selector", ".step").text == "after step 0"
-    shown = [layer for layer in compares[0].find_elements("css selector", ".after") if layer.is_displayed()]
-    assert [layer.get_attribute("data-step") for layer in shown] == ["0"]
+    assert browser.find_element("css selector", ".timeline .step").text == "after step 0"
+    shown = [layer for layer in browser.find_elements("css selector", ".after") if layer.is_displayed()]
+    assert [layer.get_attribute("data-step") for layer in shown] == ["0"] * 3
     assert all(
         browser.execute_script("return arguments[0].naturalWidth", image) > 0
         for image in browser.find_elements("css selector", "img")
     )
+
+
+def test_the_value_under_the_mouse_is_shown(runs, browser):
+    opened(browser, runs["first"] / "report.html")
+    hover = """
+        const svg = document.querySelector("svg[data-values]"), box = svg.getBoundingClientRect();
+        svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + 0.98 * box.width, clientY: box.top + 9 }));
+        return svg.parentElement.querySelector(".tip").textContent;
+    """
+    said = browser.execute_script(hover)
+    steps = [json.loads(line) for line in (runs["first"] / "metrics.jsonl").read_text().splitlines()]
+    assert said.startswith(f"step {steps[-1]['step']}training loss: ")
+    assert float(said.rpartition(" ")[2]) == pytest.approx(steps[-1]["loss"], rel=1e-3)
+
+
+def test_further_controls_and_masks_are_shown(tmp_path, browser):
+    import yaml
+    from PIL import Image
+
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"family": "flux-kontext"}))
+    folder = tmp_path / "samples" / "step-00000000"
+    kinds = ("control", "control 2", "mask", "output", "wanted")
+    for kind in kinds:
+        (tmp_path / "samples" / kind).mkdir(parents=True)
+        Image.new("RGB", (32, 32), "teal").save(tmp_path / "samples" / kind / "a.png")
+    folder.mkdir()
+    described = {"name": "a", "prompt": "p"} | {kind: f"../{kind}/a.png" for kind in kinds}
+    (folder / "edits.json").write_text(json.dumps({"edits": [described]}))
+    opened(browser, write_report([tmp_path], tmp_path / "report.html"))
+    captions = [found.text for found in browser.find_elements("css selector", "#edits figcaption")]
+    assert captions == ["output after step 0", "control", "control 2", "mask", "wanted"]
+
+
+def test_runs_are_compared_on_one_kind_of_axis(tmp_path):
+    import re
+
+    for name, losses in (("far", [3.0, 0.01]), ("near", [0.03, 0.02])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("family: flux-kontext\n")
+        lines = [{"step": n, "loss": x, "loss_by_level": [x] * 4} for n, x in enumerate(losses, start=1)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = write_report([tmp_path / "far", tmp_path / "near"], tmp_path / "c.html").read_text()
+    charts = re.findall(r'<svg[^>]*aria-label="(Loss by noise level[^"]*)"[^>]*>(.*?)</svg>', page)
+    assert len(charts) == 2
+    marks = [re.findall(r'<text[^>]*text-anchor="end">([^<]*)<', body) for _, body in charts]
+    assert marks[0] == marks[1]
 
 
 def test_prompts_with_markup_and_scripts_appear_as_text(runs, browser):
@@ -155,9 +219,10 @@ def test_two_runs_are_compared_side_by_side(runs, browser, tmp_path):
     assert not ended.value.code
     opened(browser, tmp_path / "both.html")
     assert browser.title == "first and second – qflux"
-    differences = browser.find_element("css selector", "#configuration table").text
+    assert sections(browser)[0] == "What differs"
+    differences = browser.find_element("css selector", "#what-differs table").text
     assert "optimizer.init_args.lr 0.003 0.01" in differences
-    assert len(browser.find_elements("css selector", "#held-out-edits .beside h3")) == 2
+    assert len(browser.find_elements("css selector", "#edits .beside h3")) == 2
 
 
 def test_a_running_run_is_said_to_run(runs, tmp_path, browser):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -26,7 +27,8 @@ def jsonl_source(folder, *rows, **options) -> JsonlSource:
 def test_a_csv_row_is_a_sample_with_paths_relative_to_the_file(tmp_path):
     listing = read_source(csv_source(tmp_path, HEADER + 't.png,c.png,d.png,"red, please",m.png\n/abs/t.png,,,plain,\n'))
     first, second = listing.examples
-    assert (first.name, first.prompt) == (f"{tmp_path.name}/table.csv:2", "red, please")
+    assert (first.name, first.prompt) == ("t.png", "red, please")
+    assert first.place == f"{tmp_path.name}/table.csv:2"
     assert [image.path for image in first.images] == [tmp_path / name for name in ("t.png", "c.png", "d.png")]
     assert first.mask.path == tmp_path / "m.png"
     assert (str(second.target.path), second.controls, second.mask) == ("/abs/t.png", (), None)
@@ -37,7 +39,7 @@ def test_jsonl_has_the_same_fields(tmp_path):
     row = {"path_target": "t.png", "path_control": "c.png", "path_control_1": "d.png", "prompt": "x", "path_mask": None}
     (example,) = read_source(jsonl_source(tmp_path, row, "")).examples
     assert [image.path.name for image in example.images] == ["t.png", "c.png", "d.png"]
-    assert (example.name, example.mask) == (f"{tmp_path.name}/table.jsonl:1", None)
+    assert (example.name, example.mask) == ("t.png", None)
 
 
 def test_columns_and_root_can_be_mapped(tmp_path):
@@ -113,7 +115,7 @@ def test_a_row_whose_file_is_missing_is_a_fault_of_that_row(tmp_path, config):
     gathered = gather(data, get_family("flux-kontext"), FileIndex(tmp_path / "index"))
     assert len(gathered.training) == 1
     assert [str(fault) for fault in gathered.faults] == [
-        f"{tmp_path.name}/table.csv:3: {tmp_path / 'gone.png'} can't be read as an image: No such file or directory"
+        f"gone.png: {tmp_path / 'gone.png'} can't be read as an image: No such file or directory"
     ]
 
 
@@ -125,8 +127,51 @@ def test_a_comma_without_quotes_is_a_fault_not_a_shorter_prompt(tmp_path):
 
 def test_rows_are_named_by_their_first_line(tmp_path):
     listing = read_source(csv_source(tmp_path, 'path_target,prompt\nt,"two\nlines"\nt,\n'))
-    assert [example.name[-1] for example in listing.examples] == ["2"]
+    assert [example.place[-1] for example in listing.examples] == ["2"]
     assert str(listing.faults[0]).split(":")[1] == "4"
+
+
+def test_samples_are_called_by_their_image_and_told_apart_where_they_share_it(tmp_path):
+    rows = "a/t.png,one\na/t.png,two\nb/t.png,three\n"
+    listing = read_source(csv_source(tmp_path, f"path_target,prompt\n{rows}"))
+    place = f"{tmp_path.name}/table.csv"
+    assert [e.name for e in listing.examples] == [f"a/t.png ({place}:2)", f"a/t.png ({place}:3)", "b/t.png"]
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
+def test_any_separator_will_do(separator, tmp_path):
+    text = "path_target,path_control,prompt\nt,c,words\n".replace(",", separator)
+    (example,) = read_source(csv_source(tmp_path, text)).examples
+    assert (example.name, example.prompt, len(example.controls)) == ("t", "words", 1)
+
+
+def test_controls_may_have_columns_of_their_own(tmp_path):
+    columns = TableColumns(target="t", controls=("x", "y", "z"), prompt="p")
+    listing = read_source(csv_source(tmp_path, "t,x,y,z,p\nt,1,2,,words\nt2,1,,3,words\n", columns=columns))
+    assert [[image.path.name for image in e.controls] for e in listing.examples] == [["1", "2"]]
+    assert "y is empty, but z is not" in str(listing.faults[0])
+    with pytest.raises(DataError, match="no column 'w'"):
+        read_source(
+            csv_source(tmp_path, "t,x,p\n1,2,3\n", columns=TableColumns(target="t", controls=("w",), prompt="p"))
+        )
+
+
+@pytest.mark.parametrize(
+    "content", [[{"path_target": "t", "prompt": "p"}], {"data": [{"path_target": "t", "prompt": "p"}]}]
+)
+def test_a_json_list_is_a_table(content, tmp_path):
+    (tmp_path / "table.json").write_text(json.dumps(content))
+    (example,) = read_source(JsonlSource(type="jsonl", path=tmp_path / "table.json")).examples
+    assert example.name == "t"
+    (tmp_path / "table.json").write_text('"words"')
+    with pytest.raises(DataError, match="holds no list of samples"):
+        read_source(JsonlSource(type="jsonl", path=tmp_path / "table.json"))
+
+
+def test_a_missing_file_is_named_with_the_folder_it_was_looked_for_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=f"no file mine.csv .looked for in {tmp_path}"):
+        read_source(CsvSource(type="csv", path=Path("mine.csv")))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from qflux.data.examples import EditExample, Listing
 from qflux.data.images import SUFFIXES, ImageFile, shown
-from qflux.data.tables import note_controls
+from qflux.data.tables import current_folder, note_controls
 from qflux.errors import DataError
 
 TARGETS, CONTROLS = "training_images", "control_images"
@@ -25,7 +25,10 @@ def read_folder(root: Path) -> Listing:
     """All samples of a folder, sorted by name, and everything that is wrong with it."""
     targets_dir, controls_dir = root / TARGETS, root / CONTROLS
     if not targets_dir.is_dir():
-        raise DataError(f"no folder {targets_dir}", f"a data folder holds {TARGETS}/ (and {CONTROLS}/ for edits).")
+        raise DataError(
+            f"no folder {targets_dir}{current_folder(root)}",
+            f"a data folder holds {TARGETS}/ (and {CONTROLS}/ for edits).",
+        )
     listing = Listing(shown(root))
     unclear: set[str] = set()
     """Targets of which it can't be told what belongs to them; they are left out."""

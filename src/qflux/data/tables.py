@@ -119,8 +119,9 @@ def _place(path: Path, line: int) -> str:
 
 def _csv(path: Path) -> RawTable:
     csv.field_size_limit(1 << 24)
+    separator = _separator(path)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, strict=True, delimiter=_separator(path))
+        reader = csv.DictReader(file, strict=True, delimiter=separator)
         table = RawTable(path, list(reader.fieldnames or []), [])
         twice = sorted({name for name in table.columns if table.columns.count(name) > 1})
         if twice:
@@ -128,8 +129,9 @@ def _csv(path: Path) -> RawTable:
         start = reader.line_num + 1
         for row in reader:
             if None in row:
-                problem = f"more values than columns ({row[None]!r}); a text with a {reader.reader.dialect.delimiter!r}"
-                table.faults.append((start, f"{problem} needs quotes"))
+                mark = {",": "comma", ";": "semicolon", "\t": "tab"}.get(separator, separator)
+                problem = f"more values than columns ({row[None]!r}); a text with a {mark} needs quotes"
+                table.faults.append((start, problem))
             else:
                 table.rows.append((start, row))
             start = reader.line_num + 1

@@ -29,16 +29,16 @@ class Axis:
         return cls(min(marks[0], *found), max(marks[-1], *found), tuple(marks))
 
     @classmethod
-    def for_loss(cls, values: Iterable[float]) -> Axis:
-        """Logarithmic where a loss falls that far; linear otherwise."""
+    def for_loss(cls, values: Iterable[float], logarithmic: bool | None = None) -> Axis:
+        """Logarithmic where a loss falls that far, linear otherwise; or as somebody says."""
         found = list(values)
         low, high = min(found), max(found)
-        if low <= 0 or high <= WIDE * low:
+        if low <= 0 or not (falls_far(found) if logarithmic is None else logarithmic):
             return cls.linear(found)
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
         digits = (1, 2, 5) if last - first <= 3 else (1,)
         marks = [digit * 10.0**power for power in range(first, last + 1) for digit in digits]
-        inside = [mark for mark in marks if low <= mark <= high]
+        inside = [mark for mark in marks if low <= mark <= high] or [low, high]
         return cls(low, high, tuple(inside), logarithmic=True)
 
     def share(self, value: float) -> float:
@@ -47,6 +47,12 @@ class Axis:
         if self.logarithmic:
             value, low, high = math.log(value), math.log(low), math.log(high)
         return (value - low) / ((high - low) or 1)
+
+
+def falls_far(values: Iterable[float]) -> bool:
+    """Whether values are so different that small ones could not be told apart on a linear axis."""
+    found = list(values)
+    return bool(found) and min(found) > 0 and max(found) > WIDE * min(found)
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:

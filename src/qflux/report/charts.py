@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -56,11 +57,30 @@ def line_chart(
             )
     grid.append(tag("text", "step", x=WIDTH - RIGHT, y=HEIGHT - 4, text_anchor="end"))
     curves = [_curve(line, [place(x, y) for x, y in line.points]) for line in lines]
-    drawing = tag("svg", *grid, *curves, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=title)
+    drawing = tag(
+        "svg",
+        *grid,
+        *curves,
+        viewBox=f"0 0 {WIDTH} {HEIGHT}",
+        role="img",
+        aria_label=title,
+        data_values=_values(lines, x_range),
+    )
     named = [line for line in lines if not line.faint]
     legend = [tag("span", tag("i", style=f"background:{line.colour}"), line.name) for line in named]
     heading = f"{title}, {unit}" if unit else title
     return tag("figure", tag("figcaption", heading), drawing, tag("div", *legend, class_="legend"))
+
+
+def _values(lines: Sequence[Line], x_range: tuple[float, float]) -> str:
+    """What stands under the mouse: where the steps lie, and the values of every curve that has a name."""
+    named = [
+        {"name": line.name, "colour": line.colour, "points": [[x, float(f"{y:.5g}")] for x, y in line.points]}
+        for line in lines
+        if not line.faint
+    ]
+    area = {"left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM}
+    return json.dumps({**area, "first": x_range[0], "last": x_range[1], "lines": named}, separators=(",", ":"))
 
 
 def _curve(line: Line, points: Points) -> Html:

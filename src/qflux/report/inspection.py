@@ -13,7 +13,8 @@ from qflux.data.inspect import Inspected
 from qflux.data.samples import SizedExample
 from qflux.errors import DataError
 from qflux.ragged.shapes import image_tokens
-from qflux.report.pictures import FAINT, GAP, INK, MARGIN, PAPER, TARGET, SampleTokens, batch_layout, font
+from qflux.report.lettering import draw_text, fitting
+from qflux.report.pictures import FAINT, GAP, INK, MARGIN, PAPER, TARGET, SampleTokens, batch_layout
 
 CELL = 260
 SHOWN = 10
@@ -63,17 +64,16 @@ def contact_sheet(samples: Sequence[SizedExample]) -> Image.Image | None:
     tops = [MARGIN + 30 + sum(tallest[:i]) + i * (2 * line + GAP) for i in range(len(tallest) + 1)]
     canvas = Image.new("RGB", (2 * MARGIN + columns * width, tops[-1] + MARGIN), PAPER)
     pen = ImageDraw.Draw(canvas)
-    pen.text(
-        (MARGIN, MARGIN), "What the transforms do to the hardest images: as it is, and as it trains", INK, font(15)
-    )
+    title = "What the transforms do to the hardest images: as it is, and as it trains"
+    draw_text(pen, (MARGIN, MARGIN), title, INK, 15)
     for number, (item, (before, after)) in enumerate(rows):
         left = MARGIN + (number % columns) * width
         top, height = tops[number // columns], tallest[number // columns]
         for offset, image in ((0, before), (CELL + GAP, after)):
             canvas.paste(image, (left + offset, top + height - image.height))
         name, numbers = _caption(item)
-        pen.text((left, top + height + 3), name, INK, font(13))
-        pen.text((left, top + height + line), numbers, FAINT, font(13))
+        draw_text(pen, (left, top + height + 3), fitting(name, 13, 2 * CELL + GAP), INK, 13)
+        draw_text(pen, (left, top + height + line), numbers, FAINT, 13)
     return canvas
 
 

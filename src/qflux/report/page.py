@@ -6,6 +6,7 @@ import base64
 import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean, median
@@ -15,12 +16,12 @@ import yaml
 from PIL import Image
 
 from qflux.data.store import write_bytes
-from qflux.report.axis import Axis
+from qflux.report.axis import Axis, falls_far
 from qflux.report.charts import COLOURS, Line, bars, line_chart, smoothed
 from qflux.report.markup import Html, facts, join, table, tag
 from qflux.report.run_folder import EditHistory, RunFolder
 
-MOST_EDITS, MOST_STEPS, SIDE = 6, 8, 448
+MOST_EDITS, MOST_STEPS, SIDE = 8, 8, 448
 """Edits in a report, pictures of each, and their longer side: a report stays small enough to be sent around."""
 LEVELS = ("0 to 0.25, little noise", "0.25 to 0.5", "0.5 to 0.75", "0.75 to 1, mostly noise")
 MOST = 1e150
@@ -64,13 +65,14 @@ def report(runs: Sequence[RunFolder]) -> Html:
 def _sections(runs: Sequence[RunFolder]) -> list[tuple[str, Html]]:
     """Titles and contents; a section that has nothing to show is left out."""
     made: list[tuple[str, Html | None]] = [
+        ("What differs", _differences(runs) if len(runs) > 1 else None),
+        ("Edits", _edits_of(runs)),
         ("Summary", _summary(runs)),
         (
             "Warnings",
             _per_run(runs, lambda run: tag("ul", *(tag("li", w) for w in run.warnings)) if run.warnings else None),
         ),
         ("Loss", _charts(_loss_charts(runs))),
-        ("Held-out edits", _per_run(runs, _edits)),
         (
             "Drift",
             _charts([_validation_chart(runs, "Mean displacement against the control", "drift", "parts of the image")]),
@@ -93,7 +95,17 @@ def _summary(runs: Sequence[RunFolder]) -> Html:
 def _figures(run: RunFolder) -> dict[str, str]:
     """What there is to say about a run in numbers."""
     config, steps = run.config, run.steps
-    found = {"state": run.status, "family": str(config.get("family")), "model": str(_get(config, "model.pretrained"))}
+    found = {"state": run.status}
+    if run.last_change:
+        found["last step"] = run.last_change.strftime("%Y-%m-%d %H:%M")
+    found |= {"family": str(config.get("family")), "model": str(_get(config, "model.pretrained"))}
+    if run.adapter:
+        found["LoRA"] = str(run.adapter)
+    if _get(config, "train.method") != "full" and _get(config, "lora.rank"):
+        found["rank"] = f"{_get(config, 'lora.rank')} ({_get(config, 'lora.type')})"
+    rate = _get(config, "optimizer.init_args.lr")
+    if rate is not None:
+        found["learning rate"] = f"{rate} ({_get(config, 'train.lr_scheduler')})"
     measured = [(line["step"], _number(line["held_out_loss"])) for line in run.validations if "held_out_loss" in line]
     if measured:
         ends = ["no number" if loss is None else f"{loss:.4f}" for _, loss in (measured[0], measured[-1])]
@@ -127,6 +139,13 @@ def _figures(run: RunFolder) -> dict[str, str]:
 
 
 def _loss_charts(runs: Sequence[RunFolder]) -> Iterator[Html | None]:
+    # One kind of axis for all: the same distance means the same in every chart.
+    curves = [_curve(run.steps, "loss") for run in runs] + [_curve(run.validations, "held_out_loss") for run in runs]
+    levels = {run.name: [smoothed(_level(run.steps, "loss_by_level", k)) for k in range(len(LEVELS))] for run in runs}
+    all_levels = [points for found in levels.values() for points in found]
+    logarithmic = any(falls_far(y for _, y in points if y > 0) for points in (*curves, *all_levels))
+    axis = partial(Axis.for_loss, logarithmic=logarithmic)
+    by_level = [y for points in all_levels for _, y in points]
     lines = []
     for run, colour in _coloured(runs):
         raw = _curve(run.steps, "loss")
@@ -134,17 +153,14 @@ def _loss_charts(runs: Sequence[RunFolder]) -> Iterator[Html | None]:
             Line(run.name, raw, colour, faint=True),
             Line(_name(runs, run, "training loss"), smoothed(raw), colour),
         ]
-    yield line_chart("Training loss", lines, axis=Axis.for_loss)
-    yield _validation_chart(runs, "Held-out loss, at fixed noise", "held_out_loss", axis=Axis.for_loss)
+    yield line_chart("Training loss", lines, axis=axis)
+    yield _validation_chart(runs, "Held-out loss, at fixed noise", "held_out_loss", axis=axis)
     for run in runs:
         title = "Loss by noise level" if len(runs) == 1 else f"Loss by noise level, {run.name}"
         yield line_chart(
             title,
-            [
-                Line(level, smoothed(_level(run.steps, "loss_by_level", k)), COLOURS[k])
-                for k, level in enumerate(LEVELS)
-            ],
-            axis=Axis.for_loss,
+            [Line(level, levels[run.name][k], COLOURS[k]) for k, level in enumerate(LEVELS)],
+            axis=lambda values: axis(by_level),
         )
     yield line_chart(
         "Gradient norm",
@@ -179,42 +195,69 @@ def _speed_charts(runs: Sequence[RunFolder]) -> Iterator[Html | None]:
     yield line_chart("Padding avoided", lines, "share of a padded batch")
 
 
+def _edits_of(runs: Sequence[RunFolder]) -> Html | None:
+    """Every edit through the steps; one slider and one divider move them all."""
+    shown = _per_run(runs, _edits)
+    if shown is None:
+        return None
+    steps = sorted({step for run in runs for edit in run.edits[:MOST_EDITS] for step, _ in edit.outputs})
+    slider = tag(
+        "label",
+        tag("span", f"after step {steps[-1]}", class_="step"),
+        tag(
+            "input",
+            type="range",
+            min=0,
+            max=len(steps) - 1,
+            value=len(steps) - 1,
+            class_="time",
+            aria_label="step",
+            data_steps=" ".join(map(str, steps)),
+        ),
+        tag("span", "Drag on a picture to see what it was made from.", class_="hint"),
+        class_="timeline",
+    )
+    return join([slider, shown])
+
+
 def _edits(run: RunFolder) -> Html | None:
-    """Each held-out edit: a slider between control and output, and one through the steps."""
     shown = [_edit(edit) for edit in run.edits[:MOST_EDITS]]
     return tag("div", *shown, class_="edits") if shown else None
 
 
 def _edit(edit: EditHistory) -> Html:
+    """The output over its control, and beside it everything else there is."""
     chosen = _spread(edit.outputs, MOST_STEPS)
     pictures = [(step, uri) for step, path in chosen if (uri := _picture(path))]
-    control, wanted = _picture(edit.control), _picture(edit.wanted)
-    before = control or (pictures[0][1] if pictures else None)
+    controls = [uri for path in edit.controls if (uri := _picture(path))]
+    before = controls[0] if controls else (pictures[0][1] if pictures else None)
     layers = [
-        tag("img", src=uri, class_="after", data_step=step, alt=f"output after step {step}") for step, uri in pictures
+        tag("img", src=uri, class_="after", data_step=step, alt=f"output after step {step}", draggable="false")
+        for step, uri in pictures
     ]
     frame = tag(
         "div",
         *layers,
-        *([tag("img", src=before, class_="before", alt="control")] if before else []),
+        *([tag("img", src=before, class_="before", alt="control", draggable="false")] if before else []),
         tag("div", class_="handle"),
         class_="frame",
+        tabindex=0,
+        role="slider",
+        aria_label="how much of the control is shown, in per cent",
+        aria_valuemin=0,
+        aria_valuemax=100,
+        aria_valuenow=0,
     )
-    cut = tag("input", type="range", min=0, max=100, value=50, class_="cut", aria_label="between control and output")
-    time = tag(
-        "input",
-        type="range",
-        min=0,
-        max=max(0, len(pictures) - 1),
-        value=max(0, len(pictures) - 1),
-        class_="time",
-        aria_label="step",
+    ends = tag("figcaption", "output", tag("span", "", class_="when"))
+    others = [("control", controls[0])] if controls else []
+    others += [(f"control {number}", uri) for number, uri in enumerate(controls[1:], start=2)]
+    others += [(name, uri) for name, path in (("mask", edit.mask), ("wanted", edit.wanted)) if (uri := _picture(path))]
+    beside = [tag("figure", tag("img", src=uri, alt=name), tag("figcaption", name)) for name, uri in others]
+    return tag(
+        "article",
+        tag("p", tag("b", edit.name), " ", edit.prompt),
+        tag("div", tag("figure", frame, ends, class_="compare"), *beside, class_="pair"),
     )
-    steps = tag("span", f"after step {pictures[-1][0]}" if pictures else "", class_="step")
-    goal = tag("figure", tag("img", src=wanted, alt="wanted"), tag("figcaption", "wanted")) if wanted else ""
-    labels = tag("div", tag("span", "control" if control else "first"), tag("span", "output"), class_="ends")
-    compare = tag("div", frame, labels, cut, tag("label", time, steps), class_="compare")
-    return tag("article", tag("p", tag("b", edit.name), " ", edit.prompt), tag("div", compare, goal, class_="pair"))
 
 
 def _data(run: RunFolder) -> Html | None:
@@ -252,17 +295,20 @@ def _sizes(value: Any) -> list[tuple[int, int]]:
 
 
 def _configuration(runs: Sequence[RunFolder]) -> Html:
-    """The effective configuration; of several runs first what differs."""
+    """The effective configuration."""
     parts: list[Html] = []
-    if len(runs) > 1:
-        flat = [dict(_flat(run.config)) for run in runs]
-        keys = list(dict.fromkeys(key for values in flat for key in values))
-        rows = [[k, *(str(v.get(k, "–")) for v in flat)] for k in keys if len({str(v.get(k)) for v in flat}) > 1]
-        parts.append(table(["", *(run.name for run in runs)], rows) if rows else tag("p", "The same."))
     for run in runs:
         text = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
         parts.append(tag("details", tag("summary", run.name), tag("pre", text), open=None if len(runs) > 1 else ""))
     return join(parts)
+
+
+def _differences(runs: Sequence[RunFolder]) -> Html:
+    """Settings that are not the same in all runs."""
+    flat = [dict(_flat(run.config)) for run in runs]
+    keys = list(dict.fromkeys(key for values in flat for key in values if key != "run_name"))
+    rows = [[k, *(str(v.get(k, "–")) for v in flat)] for k in keys if len({str(v.get(k)) for v in flat}) > 1]
+    return table(["", *(run.name for run in runs)], rows) if rows else tag("p", "The settings are the same.")
 
 
 def _environment(run: RunFolder) -> Html | None:

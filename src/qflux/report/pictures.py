@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
 from qflux.data.store import write_bytes
 from qflux.report.axis import FEW, Axis, label, ticks
+from qflux.report.lettering import draw_text, fitting, text_width
 
 INK, PAPER, FAINT = (34, 40, 49), (255, 255, 255), (120, 128, 138)
 TEXT, TARGET, CONTROLS = (148, 163, 184), (234, 88, 12), ((37, 99, 235), (96, 155, 250), (165, 199, 255))
@@ -29,7 +30,6 @@ class GridRow:
 
 def edit_grid(rows: Sequence[GridRow], columns: Sequence[str], scale: float = 1.0) -> Image.Image:
     """Edits one below the other, every image at the same scale, so that different sizes look different."""
-    large, small = font(15), font(13)
     heights = [max(round(i.height * scale) for i in row.images.values()) for row in rows]
     widths = [max([90] + [round(row.images[c].width * scale) for row in rows if c in row.images]) for c in columns]
     line = 22
@@ -44,7 +44,7 @@ def edit_grid(rows: Sequence[GridRow], columns: Sequence[str], scale: float = 1.
     pen = ImageDraw.Draw(canvas)
     left = MARGIN
     for title, width in zip(columns, widths, strict=True):
-        pen.text((left, MARGIN), title, INK, large)
+        draw_text(pen, (left, MARGIN), title, INK, 15)
         left += width + GAP
     top = MARGIN + line + 4
     for row, height in zip(rows, heights, strict=True):
@@ -56,10 +56,16 @@ def edit_grid(rows: Sequence[GridRow], columns: Sequence[str], scale: float = 1.
                     image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale)))), (left, top)
                 )
             left += width + GAP
-        first = next(iter(row.images.values()))
-        pen.text((MARGIN, top + height + 3), f"{row.caption}  ({first.width}x{first.height})", FAINT, small)
+        draw_text(pen, (MARGIN, top + height + 3), _caption(row, canvas.width - 2 * MARGIN), FAINT, 13)
         top += height + line + GAP
     return canvas
+
+
+def _caption(row: GridRow, width: int) -> str:
+    """What was asked for, as much of it as fits, and the size."""
+    first = next(iter(row.images.values()))
+    size = f"  ({first.width}x{first.height})"
+    return fitting(row.caption, 13, width - text_width(size, 13)) + size
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,6 @@ class SampleTokens:
 
 def batch_layout(samples: Sequence[SampleTokens], width: int = 980) -> Image.Image:
     """The tokens of a batch to scale: one bar per sample padded to the longest, and below it the packed sequence."""
-    large, small = font(15), font(13)
     bar, label = 30, 150
     longest, total = max(s.total for s in samples), sum(s.total for s in samples)
     padding = 1 - total / (longest * len(samples))
@@ -87,16 +92,17 @@ def batch_layout(samples: Sequence[SampleTokens], width: int = 980) -> Image.Ima
     canvas = Image.new("RGB", (width, height), PAPER)
     pen = ImageDraw.Draw(canvas)
 
-    pen.text((MARGIN, MARGIN), f"Padded to the longest sample: {padding:.0%} of the work is on padding", INK, large)
+    title = f"Padded to the longest sample: {padding:.0%} of the work is on padding"
+    draw_text(pen, (MARGIN, MARGIN), title, INK, 15)
     top = MARGIN + 26
     scale = (width - 2 * MARGIN - label) / longest
     for sample in samples:
-        pen.text((MARGIN, top + 7), sample.label, INK, small)
+        draw_text(pen, (MARGIN, top + 7), fitting(sample.label, 13, label - 8), INK, 13)
         end = _segments(pen, sample, MARGIN + label, top, bar, scale)
         _hatched(pen, (end, top, MARGIN + label + longest * scale, top + bar))
         top += bar + 6
     top += 16
-    pen.text((MARGIN, top), "Packed by qflux: one sequence, every token is real", INK, large)
+    draw_text(pen, (MARGIN, top), "Packed by qflux: one sequence, every token is real", INK, 15)
     top += 26
     left = float(MARGIN)
     for sample in samples:
@@ -105,8 +111,8 @@ def batch_layout(samples: Sequence[SampleTokens], width: int = 980) -> Image.Ima
     end = max(left, MARGIN + longest * len(samples) * packed_scale)  # equal but for rounding if nothing is padded
     pen.rectangle((left, top, end, top + bar), outline=(203, 210, 219))
     note = f"{padding:.0%} not computed"
-    pen.text((width - MARGIN - small.getlength(note), top + bar + 14), note, FAINT, small)
-    _legend(pen, top + bar + 14, small, max(len(s.controls) for s in samples))
+    draw_text(pen, (width - MARGIN, top + bar + 14), note, FAINT, 13, anchor="ra")
+    _legend(pen, top + bar + 14, max(len(s.controls) for s in samples))
     return canvas
 
 
@@ -129,14 +135,14 @@ def _hatched(pen: Any, box: tuple[float, float, float, float]) -> None:
     pen.rectangle(box, outline=(203, 210, 219))
 
 
-def _legend(pen: Any, top: int, letters: Any, controls: int) -> None:
+def _legend(pen: Any, top: int, controls: int) -> None:
     entries = [("text", TEXT), ("target", TARGET)]
     entries += [(f"control {i + 1}", CONTROLS[min(i, len(CONTROLS) - 1)]) for i in range(controls)]
     left = MARGIN
     for name, colour in entries:
         pen.rectangle((left, top + 3, left + 12, top + 15), fill=colour)
-        pen.text((left + 18, top), name, INK, letters)
-        left += 34 + round(letters.getlength(name))
+        draw_text(pen, (left + 18, top), name, INK, 13)
+        left += 34 + round(text_width(name, 13))
 
 
 def loss_curves(
@@ -150,7 +156,7 @@ def loss_curves(
     up = Axis.for_loss(y for points in lines.values() for _, y in points)
     canvas = Image.new("RGB", size, PAPER)
     pen = ImageDraw.Draw(canvas)
-    pen.text((MARGIN, MARGIN), title, INK, font(15))
+    draw_text(pen, (MARGIN, MARGIN), title, INK, 15)
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (x - min(xs)) / ((max(xs) - min(xs)) or 1)
@@ -159,24 +165,19 @@ def loss_curves(
     for y in up.marks:
         _, row = place(min(xs), y)
         pen.line((left, row, right, row), (226, 230, 235), 1)
-        pen.text((left - 8, row), label(y), FAINT, font(12), anchor="rm")
+        draw_text(pen, (left - 8, row), label(y), FAINT, 12, anchor="rm")
     for x in ticks(min(xs), max(xs)):
         if min(xs) <= x <= max(xs):
-            pen.text((place(x, up.low)[0], bottom + 6), label(x), FAINT, font(12), anchor="ma")
+            draw_text(pen, (place(x, up.low)[0], bottom + 6), label(x), FAINT, 12, anchor="ma")
     legend = left
     for (name, points), colour in zip(lines.items(), (CONTROLS[1], TARGET, INK), strict=False):
         pen.line([place(x, y) for x, y in points], colour, 2, joint="curve")
         for x, y in points if len(points) <= FEW else []:
             pen.circle(place(x, y), 4, colour)
         pen.line((legend, height - 18, legend + 18, height - 18), colour, 3)
-        pen.text((legend + 24, height - 18), name, INK, font(13), anchor="lm")
-        legend += 50 + round(font(13).getlength(name))
+        draw_text(pen, (legend + 24, height - 18), name, INK, 13, anchor="lm")
+        legend += 50 + round(text_width(name, 13))
     return canvas
-
-
-def font(size: int) -> Any:
-    """The font of all pictures."""
-    return ImageFont.load_default(size)
 
 
 def write_png(path: Path, image: Image.Image) -> Path:

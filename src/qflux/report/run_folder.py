@@ -7,6 +7,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,20 @@ from qflux.training.ledger import Coverage, coverage, read_ledger
 
 @dataclass(frozen=True)
 class EditHistory:
-    """A held-out edit over time."""
+    """An edit over time."""
 
     name: str
     prompt: str
-    control: Path | None
+    controls: list[Path]
+    mask: Path | None
     wanted: Path | None
     outputs: list[tuple[int, Path]]
     """Step and picture, oldest first."""
+
+
+def _controls(item: dict[str, Any]) -> list[str]:
+    """The names that a description gives its controls, in their order: control, control 2, …"""
+    return sorted((kind for kind in item if kind.split(" ")[0] == "control"), key=lambda kind: (len(kind), kind))
 
 
 def is_run(folder: Path) -> bool:
@@ -89,9 +96,9 @@ class RunFolder:
 
     @cached_property
     def edits(self) -> list[EditHistory]:
-        """Held-out edits, in the order they were drawn first."""
+        """What was drawn at the checkpoints, in the order it was drawn first."""
         outputs: dict[tuple[str, str], list[tuple[int, Path]]] = defaultdict(list)
-        given: dict[tuple[str, str], tuple[Path | None, Path | None]] = {}
+        given: dict[tuple[str, str], tuple[list[Path], Path | None, Path | None]] = {}
         for folder in sorted((self.path / "samples").glob("step-*")):
             if not folder.is_dir() or not folder.name[5:].isdigit():
                 continue
@@ -103,8 +110,28 @@ class RunFolder:
                 picture = self._picture(folder, item.get("output"))
                 if picture:
                     outputs[key].append((int(folder.name[5:]), picture))
-                    given[key] = self._picture(folder, item.get("control")), self._picture(folder, item.get("wanted"))
-        return [EditHistory(*key, *given[key], found) for key, found in outputs.items()]
+                    given[key] = (
+                        [file for kind in _controls(item) if (file := self._picture(folder, item[kind]))],
+                        self._picture(folder, item.get("mask")),
+                        self._picture(folder, item.get("wanted")),
+                    )
+        return [
+            EditHistory(*key, controls, mask, wanted, outputs[key]) for key, (controls, mask, wanted) in given.items()
+        ]
+
+    @property
+    def last_change(self) -> datetime | None:
+        """When the last step was written down."""
+        try:
+            return datetime.fromtimestamp((self.path / "metrics.jsonl").stat().st_mtime)
+        except OSError:
+            return None
+
+    @property
+    def adapter(self) -> Path | None:
+        """The finished LoRA."""
+        file = self.path / "adapter" / "pytorch_lora_weights.safetensors"
+        return file if file.is_file() else None
 
     @property
     def total_steps(self) -> int | None:

@@ -184,7 +184,7 @@ class JobRun:
                 images["control"] = (
                     control.resize(images["after"].size) if _alike(control, images["after"]) else control
                 )
-            rows.append(GridRow(f"{item.job.name}: {item.job.prompt}"[:80], images))
+            rows.append(GridRow(f"{item.job.name}: {item.job.prompt}", images))
         columns = [name for name in ("control", "before", "after") if any(name in row.images for row in rows)]
         largest = max(max(image.size) for row in rows for image in row.images.values())
         picture = edit_grid(rows, columns, min(1.0, 384 / largest))

@@ -69,13 +69,17 @@ class _Policy:
         return None
 
     def check_controls(self, count: int, what: str) -> None:
-        least, most = FAMILIES[self.family].controls
-        if count < least or (most is not None and count > most):
-            takes = "none" if most == 0 else f"{least} or more" if most is None else str(least)
-            fitting = next(n for n, f in FAMILIES.items() if f.controls[0] <= count <= (f.controls[1] or 10**6))
+        if not _takes(self.family, count):
+            fitting = next(name for name in FAMILIES if _takes(name, count))
             raise DataError(
-                f"{what}: {count} control images; {self.family} takes {takes}", f"--family {fitting} fits such data."
+                f"{what}: {count} control images; {self.family} does not take that many",
+                f"--family {fitting} fits such data.",
             )
+
+
+def _takes(family: str, count: int) -> bool:
+    least, most = FAMILIES[family].controls
+    return least <= count and (most is None or count <= most)
 
 
 def look(source: dict[str, Any], rows: bytes, family: str, progress: Progress | None = None) -> Seen:

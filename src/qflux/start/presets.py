@@ -31,9 +31,9 @@ FAMILIES = {
         "black-forest-labs/FLUX.1-Kontext-dev", "FluxKontextPipeline", 23.8, (0, None), 28, has_cfg=False
     ),
     "qwen-image": Published("Qwen/Qwen-Image", "QwenImagePipeline", 40.9, (0, 0), 50, has_cfg=True),
-    "qwen-image-edit": Published("Qwen/Qwen-Image-Edit", "QwenImageEditPipeline", 40.9, (1, 1), 50, has_cfg=True),
+    "qwen-image-edit": Published("Qwen/Qwen-Image-Edit", "QwenImageEditPipeline", 40.9, (1, 4095), 50, has_cfg=True),
     "qwen-image-edit-plus": Published(
-        "Qwen/Qwen-Image-Edit-2509", "QwenImageEditPlusPipeline", 40.9, (1, None), 50, has_cfg=True
+        "Qwen/Qwen-Image-Edit-2509", "QwenImageEditPlusPipeline", 40.9, (0, 4095), 50, has_cfg=True
     ),
 }
 

@@ -129,7 +129,7 @@ class Journal:
         samples = self._folder / "samples"
         for number, edit in enumerate(edits):
             images = _pictures(edit)
-            rows.append(GridRow(f"{edit.name}: {edit.prompt}"[:80], images))
+            rows.append(GridRow(f"{edit.name}: {edit.prompt}", images))
             plain = re.sub(r"[^\w.-]+", "_", Path(edit.name).stem)[-60:] or "edit"
             name = f"{number:02d}-{plain}.png"
             files = {kind: f"{kind.replace(' ', '-')}/{name}" for kind in images}

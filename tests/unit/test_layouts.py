@@ -1,0 +1,230 @@
+"""However somebody's pictures are organised, pairs are found, and what is not used is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from qflux.config import load_config
+from qflux.data.sources import read_source
+from qflux.errors import DataError
+from qflux.start.layouts import Wish, discover
+
+
+def folder_of(root: Path, *files: str, **texts: str) -> Path:
+    """A folder with pictures, and texts under names in which `__` stands for a slash and `_dot_` for a dot."""
+    for number, file in enumerate(files):
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), (number * 7 % 256, 40, 90)).save(root / file)
+    for name, text in texts.items():
+        place = root / name.replace("__", "/").replace("_dot_", ".")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text, encoding="utf-8")
+    return root
+
+
+def pairs(root: Path, wish: Wish | None = None) -> list[tuple[list[str], str, str]]:
+    """(controls, target, prompt) of every sample, whether a table has to be written or not."""
+    found = discover(root, wish)
+    source = dict(found.source)
+    if found.rows:
+        table = root.parent / "rows.jsonl"
+        table.write_text("".join(json.dumps(row) + "\n" for row in found.rows))
+        source = {"type": "jsonl", "path": str(table), "root": source.get("root", str(root))}
+    config = load_config({"model": {"pretrained": "-"}, "data": {"sources": [source]}})
+    listing = read_source(config.data.training_sources[0])
+    assert not listing.faults
+    short = [Path(source.get("root") or source["path"]), root]
+    base = next(place for place in short if place.is_dir())
+    return [
+        ([str(c).removeprefix(f"{base}/") for c in e.controls], str(e.target).removeprefix(f"{base}/"), e.prompt)
+        for e in listing.examples
+    ]
+
+
+SAME = ("1.png", "2.jpg")
+
+
+@pytest.mark.parametrize(
+    ("files", "texts", "expected"),
+    [
+        pytest.param(
+            ["before/1.png", "after/1.jpg", "before/2.png", "after/2.png"],
+            {"after__1_dot_txt": "one", "before__2_dot_txt": "two"},
+            [(["before/1.png"], "after/1.jpg", "one"), (["before/2.png"], "after/2.png", "two")],
+            id="two folders, texts in either",
+        ),
+        pytest.param(
+            ["day/1.png", "night/1.png", "day/2.png", "night/2.png"],
+            {},
+            [(["day/1.png"], "night/1.png", "day to night"), (["day/2.png"], "night/2.png", "day to night")],
+            id="two folders whose names say nothing",
+        ),
+        pytest.param(
+            ["control_1/1.png", "control_2/1.png", "target/1.png"],
+            {"target__1_dot_txt": "x"},
+            [(["control_1/1.png", "control_2/1.png"], "target/1.png", "x")],
+            id="several control folders",
+        ),
+        pytest.param(
+            ["input/1.png", "style/1.png", "output/1.png", "masks/1.png"],
+            {"prompt_dot_txt": "for all"},
+            [(["input/1.png", "style/1.png"], "output/1.png", "for all")],
+            id="a reference, and one text for all",
+        ),
+        pytest.param(
+            ["x_a.png", "x_b.png", "y-A.jpg", "y-B.png"],
+            {},
+            [(["x_a.png"], "x_b.png", "a to b"), (["y-A.jpg"], "y-B.png", "a to b")],
+            id="_a and _b",
+        ),
+        pytest.param(
+            ["x_before.png", "x_after.png", "x_control_1.png", "x_mask.png"],
+            {"x_dot_txt": "warm"},
+            [(["x_before.png", "x_control_1.png"], "x_after.png", "warm")],
+            id="ends of names",
+        ),
+        pytest.param(
+            ["train/before/a/1.png", "train/after/a/1.png", "val/before/1.png", "val/after/1.png"],
+            {"captions__val__1_dot_txt": "c", "captions__train__a__1_dot_txt": "d"},
+            [
+                (["train/before/a/1.png"], "train/after/a/1.png", "d"),
+                (["val/before/1.png"], "val/after/1.png", "c"),
+            ],
+            id="in subfolders, texts in a tree of their own",
+        ),
+        pytest.param(
+            ["s1/before.png", "s1/after.png", "style_2/before.png", "style_2/after.png"],
+            {"s1__prompt_dot_txt": "one", "style_2__prompt_dot_txt": "two"},
+            [(["s1/before.png"], "s1/after.png", "one"), (["style_2/before.png"], "style_2/after.png", "two")],
+            id="a folder for each sample",
+        ),
+        pytest.param(
+            ["trainA/1.png", "trainB/1.png"],
+            {},
+            [(["trainA/1.png"], "trainB/1.png", "trainA to trainB")],
+            id="A and B",
+        ),
+        pytest.param(
+            ["Inputs/1_in.png", "Outputs/1_out.png"],
+            {"Outputs__1_out_dot_txt": "t"},
+            [(["Inputs/1_in.png"], "Outputs/1_out.png", "t")],
+            id="folders and ends",
+        ),
+        pytest.param(
+            ["a.png", "b.jpg"],
+            {"a_dot_txt": "A", "b_dot_caption": "B"},
+            [([], "a.png", "A"), ([], "b.jpg", "B")],
+            id="captions beside pictures",
+        ),
+        pytest.param(
+            ["cat_before.png", "cat_after.png", *(f"{n}.png" for n in range(6))],
+            {f"{n}_dot_txt": f"t{n}" for n in ("0", "1", "2", "3", "4", "5", "cat_before", "cat_after")},
+            [([], f"{n}.png", f"t{n}") for n in ("0", "1", "2", "3", "4", "5", "cat_after", "cat_before")],
+            id="captions, among them names that only look like a pair",
+        ),
+        pytest.param(
+            ["i/a.png", "i/b.png"],
+            {"t_dot_csv": "source;edited;instruction\ni/a.png;i/b.png;make, it\n"},
+            [(["i/a.png"], "i/b.png", "make, it")],
+            id="semicolons",
+        ),
+        pytest.param(
+            ["i/a.png", "i/b.png"],
+            {"t_dot_tsv": "file_name\tcontrol_file_name\ttext\ni/b.png\ti/a.png\tx\n"},
+            [(["i/a.png"], "i/b.png", "x")],
+            id="tabs and file names",
+        ),
+        pytest.param(
+            ["train/a.png"],
+            {"train__metadata_dot_jsonl": '{"file_name": "a.png", "text": "hello"}\n'},
+            [([], "train/a.png", "hello")],
+            id="metadata beside the pictures",
+        ),
+        pytest.param(
+            ["i/a.png", "i/b.png"],
+            {"t_dot_json": json.dumps([{"image": "i/a.png", "edited_image": "i/b.png", "caption": "x"}])},
+            [(["i/a.png"], "i/b.png", "x")],
+            id="a JSON list",
+        ),
+        pytest.param(
+            ["a.png", "b.png", "c.png", "d.png"],
+            {"t_dot_csv": "control_1,control_2,ref_image,target,prompt\na.png,b.png,c.png,d.png,p\n"},
+            [(["a.png", "b.png", "c.png"], "d.png", "p")],
+            id="several control columns",
+        ),
+        pytest.param(
+            ["a.png", "b.png", "d.png"],
+            {"t_dot_jsonl": json.dumps({"source": ["a.png", "b.png"], "target": "d.png", "prompt": "p"}) + "\n"},
+            [(["a.png", "b.png"], "d.png", "p")],
+            id="a list of controls in JSON",
+        ),
+    ],
+)
+def test_every_usual_layout_is_understood(files, texts, expected, tmp_path):
+    root = folder_of(tmp_path / "my data", *files, **texts)
+    assert sorted(pairs(root), key=lambda pair: pair[1]) == sorted(expected, key=lambda pair: pair[1])
+
+
+@pytest.mark.parametrize(
+    ("wish", "expected"),
+    [
+        (Wish(target="r", controls=("p", "q")), [(["p/1.png", "q/1.png"], "r/1.png", "p to r")]),
+        (Wish(target="r/*", controls=("q/*.png",), prompt="x"), [(["q/1.png"], "r/1.png", "x")]),
+    ],
+)
+def test_anything_else_can_be_described(wish, expected, tmp_path):
+    root = folder_of(tmp_path / "d", "p/1.png", "q/1.png", "r/1.png")
+    with pytest.raises(DataError, match="no data of a known organisation"):
+        discover(root)
+    assert pairs(root, wish) == expected
+
+
+def test_columns_can_be_named(tmp_path):
+    root = folder_of(tmp_path / "d", "a.png", "b.png", "c.png", t_dot_csv="x,y,z,p\na.png,b.png,c.png,words\n")
+    with pytest.raises(DataError, match="no column looks like the wanted image"):
+        discover(root)
+    named = Wish(columns={"target": "z", "control": "x,y", "prompt": "p"})
+    assert pairs(root, named) == [(["a.png", "b.png"], "c.png", "words")]
+    assert pairs(root, Wish(prompt="for all", target="z", controls=("y",))) == [(["b.png"], "c.png", "for all")]
+    with pytest.raises(DataError, match="has no column 'w'"):
+        discover(root, Wish(target="w"))
+
+
+def test_what_has_no_partner_or_no_text_is_named(tmp_path):
+    root = folder_of(tmp_path / "d", "before/1.png", "after/1.png", "after/2.png", "other.png", "before/3.png")
+    folder_of(root, "after/3.png", after__1_dot_txt="one")
+    found = discover(root)
+    assert len(found.rows) == 1
+    assert any("without a partner: 2 (1)" in note for note in found.notes)
+    assert any("other.png" in note for note in found.notes)
+    assert any("without a text: 3 (1)" in note for note in found.notes)
+
+
+def test_what_is_not_understood_is_shown_with_what_was_tried(tmp_path):
+    root = folder_of(tmp_path / "d", "x/1.png", "y/2.png", "z/3.png", "4.png")
+    with pytest.raises(DataError) as raised:
+        discover(root)
+    for expected in ("x/", "1 .png: 1.png", "tried:", "before, after", "--control", "docs/data.md"):
+        assert expected in str(raised.value)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(DataError, match=r"\(nothing\)"):
+        discover(empty)
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        (Wish(target="nowhere"), "nothing in .* fits 'nowhere'"),
+        (Wish(target="a/*", controls=("b/*",)), "have no name in common"),
+        (Wish(target="*/*"), "has 2 of"),
+    ],
+)
+def test_a_description_that_fits_nothing_says_so(wish, message, tmp_path):
+    root = folder_of(tmp_path / "d", "a/1.png", "b/2.png")
+    with pytest.raises(DataError, match=message):
+        discover(root, wish)
