@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import diffusers
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from published import photo
 from qflux.adapters.files import FILE_NAME
 from qflux.cli import main
 from qflux.config import load_config
+from qflux.errors import DataError
 from qflux.main import main as module_main
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
@@ -93,6 +96,98 @@ def test_other_sizes_come_on_request(tmp_path):
     assert configured.prepare.transforms([(1200, 900)])[0] == (48, 64)
     extreme = predictor("flux-kontext", tmp_path, "predict.preprocessing=config", "data.processor.max_aspect_ratio=2")
     extreme.prepare.transforms([(1000, 100)])  # the limit is the training's
+
+
+@pytest.mark.parametrize("preprocessing", ["config", "pipeline"])
+@pytest.mark.parametrize("size", [(96, 160), (128, 64), (1024, 768)])
+def test_the_image_to_edit_follows_the_size_asked_for(preprocessing, size, tmp_path):
+    """Whatever the size, a place in the result is the same place in the image to edit; further images keep theirs."""
+    made = predictor("flux-kontext", tmp_path, f"predict.preprocessing={preprocessing}")
+    plain = made.prepare.transforms([(300, 200), (80, 90)])
+    target, (first, second) = made.prepare.transforms([(300, 200), (80, 90)], size)
+    assert target == first.size == size
+    assert second == plain[1][1]
+    if size[0] < 1000:
+        prepared = made.prepare(Edit((photo(300, 200),), "x", size=size))
+        assert prepared.img_shapes[0] == prepared.img_shapes[1] == (1, size[0] // 16, size[1] // 16)
+
+
+def test_an_own_size_of_the_image_to_edit_stays_what_a_lora_has_learnt(tmp_path):
+    made = predictor("flux-kontext", tmp_path, "predict.preprocessing=config", "data.processor.controls_pixels=[4096]")
+    target, (first,) = made.prepare.transforms([(200, 200)], (128, 128))
+    assert (target, first.size) == ((128, 128), (64, 64))
+
+
+@pytest.mark.parametrize("photo_size", [(101, 67), (48, 130), (64, 64), (9, 20)])
+def test_a_result_can_be_as_large_as_its_input(photo_size, tmp_path):
+    made = predictor("flux-kontext", tmp_path, "predict.preprocessing=config", "predict.size=input")
+    _, (transform,) = made.prepare.transforms([photo_size], "input")
+    assert transform.fit == "stretch", "nothing is cut off"
+    (image,) = made([Edit((photo(*photo_size),), "x", size="input")], steps=1)
+    assert image.size == photo_size
+    assert made.prepare.tokens([photo_size], "input") == 2 * (transform.size[0] // 16) * (transform.size[1] // 16)
+    with pytest.raises(DataError, match="there is none"):
+        made.prepare.transforms([], "input")
+
+
+def test_what_a_size_cuts_off_is_told_once(tmp_path, caplog):
+    made = predictor("flux-kontext", tmp_path, "predict.preprocessing=config")
+    for _ in range(2):
+        made.prepare.transforms([(300, 100)], (128, 128))
+    (told,) = [record.message for record in caplog.records if "cut off" in record.message]
+    assert "300x100" in told
+    assert "67% of it is cut off" in told
+    made.prepare.transforms([(300, 200)], (128, 192))
+    assert len([record for record in caplog.records if "cut off" in record.message]) == 1
+
+
+def test_sizes_come_from_the_command_the_config_and_the_list(config_file, tmp_path, capsys):
+    path = config_file()
+    photo(101, 67).save(tmp_path / "p.png")
+    edit = ["predict", path, "--image", str(tmp_path / "p.png"), "--prompt", "x"]
+    for given, expected in (
+        (["--height", "48", "--width", "80"], (80, 48)),
+        (["--size", "48x80"], (80, 48)),
+        (["--size", "input"], (101, 67)),
+        (["--set", "predict.size=[64, 32]"], (32, 64)),
+    ):
+        assert run(*edit, *given, "--output", str(tmp_path / "o.png")) == 0
+        assert Image.open(tmp_path / "o.png").size == expected
+    rows = [{"image": "p.png", "prompt": "x", "name": "a", "size": "input"}]
+    rows += [{"image": "p.png", "prompt": "x", "name": "b", "height": 32, "width": 48}]
+    rows += [
+        {"image": "p.png", "prompt": "x", "name": "c"},
+        {"image": "p.png", "prompt": "x", "name": "d", "size": "big"},
+    ]
+    (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jobs = [
+        "predict",
+        path,
+        "--jobs",
+        str(tmp_path / "jobs.jsonl"),
+        "--size",
+        "64x64",
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    capsys.readouterr()
+    assert run(*jobs) == 2
+    assert "1 of 4 jobs can't be done; the other 3 are in" in " ".join(capsys.readouterr().err.split())
+    sizes = {name: Image.open(tmp_path / "out" / f"{name}.png").size for name in "abc"}
+    assert sizes == {"a": (101, 67), "b": (48, 32), "c": (64, 64)}
+    (tmp_path / "jobs.jsonl").write_text(json.dumps(rows[-1]))
+    assert run(*jobs) == 2
+    assert "no job can be done: - d" in " ".join(capsys.readouterr().err.split())
+    assert run(*edit, "--size", "48x80", "--height", "48", "--width", "80") == 2
+    assert run(*edit, "--size", "50x80") == 2
+
+
+def test_a_lora_may_be_named_by_a_string_and_a_long_image_is_edited_with_it(trained, config):
+    trainer = Trainer(config("predict.num_inference_steps=1"))
+    (as_text,) = trainer.predict([[photo(400, 60)]], ["x"], lora=str(trained.parent))
+    (as_path,) = trainer.predict([[photo(400, 60)]], ["x"], lora=trained)
+    assert as_text.width > 3 * as_text.height, "the limit on aspect ratios is the training's"
+    assert np.array_equal(as_text, as_path)
 
 
 @pytest.fixture
@@ -211,7 +306,7 @@ def test_the_configs_lora_is_used_whatever_names_the_edit(config_file, trained, 
     assert [adapter["name"] for adapter in notes["adapters"]] == [FILE_NAME]
 
 
-@pytest.mark.parametrize("option", [["--height", "64", "--width", "64"], ["--prompt-2", "x"], ["--image", "x.png"]])
+@pytest.mark.parametrize("option", [["--prompt-2", "x"], ["--image", "x.png"]])
 def test_options_of_one_edit_need_its_prompt(option, config_file, capsys):
     assert run("predict", "--config", config_file("predict.prompts=[a]"), *option) == 2
     assert "needs a --prompt" in capsys.readouterr().err

@@ -97,9 +97,7 @@ def start_from(transformer: Any, file: AdapterFile, layers: LoraLayers, lora: Lo
     The other one may have a smaller rank; what is left keeps its random start, which counts for nothing yet.
     """
     if file.is_product != (lora.type in ("lokr", "loha")):
-        raise CheckpointError(
-            f"{file.path} is another kind of adapter than lora.type {lora.type}", "set it to its own."
-        )
+        raise CheckpointError(f"lora.init_from: {file.path} is no {lora.type}", "set lora.type to what it is.")
     if file.is_product:
         tensors = {key.removeprefix("transformer."): tensor for key, tensor in file.tensors.items()}
         try:

@@ -318,23 +318,20 @@ class Run:
         result = self._write(folder / ("transformer" if self._model.is_full else "adapter"))
         if not self._model.is_full and self._journal:
             self._journal.card(result)
-        losses = [report.loss for report in self._reports]
+        # Of the whole run, which may have begun in another process.
+        lines = read_lines(folder / "metrics.jsonl")
+        losses = [float(line["loss"]) for line in lines if isinstance(line.get("loss"), int | float)]
         return FitResult(
             result,
             self._total,
             done,
-            first_loss=self._first_loss(),
+            first_loss=losses[0] if losses else None,
             last_loss=losses[-1] if losses else None,
             skipped_steps=self._reporter.skipped,
             held_out_loss=found.loss if found else None,
             best=self._checkpoints.best(),
             coverage=coverage(folder / "ledger.jsonl"),
         )
-
-    def _first_loss(self) -> float | None:
-        """Of the whole run, which may have begun in another process."""
-        first = next(read_lines(self._config.run_dir / "metrics.jsonl"), {}).get("loss")
-        return float(first) if isinstance(first, int | float) else None
 
     def _preflight(self) -> None:
         """Whatever could fail later is tried now."""
