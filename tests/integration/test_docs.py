@@ -78,6 +78,14 @@ def desk(tmp_path_factory):
     demo = desk / "recipes/demo.yaml"
     demo.write_text(re.sub(r"max_train_steps: \d+", "max_train_steps: 2", demo.read_text()))
     Image.effect_noise((128, 96), 60).convert("RGB").save(desk / "photo.jpg")
+    for number in range(3):
+        for kind in ("raw", "done"):
+            (desk / "my_pairs" / "shots").mkdir(parents=True, exist_ok=True)
+            noise = Image.effect_noise((96, 64), 30 + number + 40 * (kind == "done")).convert("RGB")
+            noise.save(desk / "my_pairs" / "shots" / f"{number}_{kind}.png")
+    table = "".join(f"shots/{n}_raw.png,shots/{n}_done.png,shots/{n}_done.png,develop it\n" for n in range(3))
+    (desk / "my_table.csv").write_text(f"first,second,final,words\n{table}")
+    (desk / "shots").symlink_to(desk / "my_pairs" / "shots")
     (desk / "edits.csv").write_text("image,prompt\nphoto.jpg,make it snow\n")
     (desk / "face_seg.yaml").write_text(
         "trainer: FluxKontext\nmodel: {pretrained_model_name_or_path: x/y, lora: {r: 8, lora_alpha: 8}}\n"
@@ -106,6 +114,9 @@ def qflux(arguments: list[str], desk: Path) -> None:
     """A command of qflux, in this process: importing torch takes longer than most of them."""
     if arguments[0] == "init":
         arguments = [*arguments, "--force"]
+    if arguments[0] == "train" and not arguments[1].endswith(".yaml"):
+        for setting in ("train.max_train_steps=2", "train.lr_warmup_steps=0", "validation.num_inference_steps=1"):
+            arguments = [*arguments, "--set", setting]
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert not ended.value.code, arguments
@@ -116,8 +127,10 @@ def qflux(arguments: list[str], desk: Path) -> None:
 
 def run(command: str, desk: Path) -> None:
     words = shlex.split(command, comments=True)
-    if "fit" in words and "recipes/flux-kontext.yaml" in words:  # another page has finished it, perhaps on one process
-        shutil.rmtree(desk / "runs/flux-kontext")
+    if {"fit", "train"} & set(
+        words
+    ) and "recipes/flux-kontext.yaml" in words:  # another page has finished it, perhaps on one process
+        shutil.rmtree(desk / "runs/flux-kontext", ignore_errors=True)
     if words[0] == "qflux":
         qflux(words[1:], desk)
     elif words[:3] == ["python", "-m", "qflux.main"]:

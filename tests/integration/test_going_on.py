@@ -169,15 +169,13 @@ def test_own_edits_are_drawn_without_held_out_data(config, tmp_path):
     for number, size in enumerate(((90, 60), (64, 128))):
         Image.new("RGB", size, "teal").save(tmp_path / f"照片{number}.png")
     one, two = (str(tmp_path / f"照片{number}.png") for number in range(2))
-    edits = f"[{{prompt: 变成夜晚, images: {one}}}, {{prompt: both, images: [{two}, {one}], name: mine}}, {{prompt: words}}]"
+    both = f"{{prompt: both, images: [{two}, {one}], name: mine}}"
+    edits = f"[{{prompt: 变成夜晚, images: {one}}}, {both}, {{prompt: words}}]"
     drawn = [f"validation.edits={edits}", "validation.num_inference_steps=1", "train.checkpoint_every=1"]
     plain = Trainer(config("run_name=plain", "train.max_train_steps=2")).fit()
-    settings = config(*drawn, "train.max_train_steps=2", "data.processor.target_pixels=4096")
     settings = config(*drawn, "train.max_train_steps=2")
     result = Trainer(settings).fit()
-    assert result.adapter.read_bytes() == plain.adapter.read_bytes() or torch.equal(
-        *(next(iter(load_file(file).values())) for file in (result.adapter, plain.adapter))
-    ), "watching changes nothing"
+    assert result.adapter.read_bytes() == plain.adapter.read_bytes(), "watching changes nothing"
     samples = settings.run_dir / "samples"
     assert sorted(file.name for file in samples.glob("step-*.png")) == [f"step-0000000{n}.png" for n in range(3)]
     described = json.loads((samples / "step-00000002" / "edits.json").read_text())["edits"]
@@ -186,7 +184,7 @@ def test_own_edits_are_drawn_without_held_out_data(config, tmp_path):
     assert "control" not in described[2]
     assert all("wanted" not in item for item in described)
     control = Image.open(samples / "step-00000002" / described[0]["control"])
-    assert np.asarray(control)[..., 1].ptp() == 0, "as it was given, not through the VAE"
+    assert np.ptp(np.asarray(control)[..., 1]) == 0, "as it was given, not through the VAE"
     assert "变成夜晚" in (settings.run_dir / "report.html").read_text()
 
 
@@ -211,5 +209,5 @@ def test_held_out_edits_show_what_was_given(config):
 def test_an_own_image_that_is_missing_is_found_before_anything_is_loaded(config):
     with pytest.raises(DataError, match=r"nowhere.png can't be read"):
         Trainer(config("validation.edits=[{prompt: x, images: nowhere.png}]")).fit()
-    with pytest.raises(ConfigError, match="validation.edits"):
+    with pytest.raises(ConfigError, match=r"validation\.edits"):
         config("validation.edits=[{images: nowhere.png}]")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,7 @@ import typer
 from rich.progress import TaskID
 from rich.table import Table
 
-from qflux.cli.terminal import LineNowAndThen, Overrides, console, progress_bar, say
+from qflux.cli.terminal import LineNowAndThen, Overrides, console, progress_bar, say, spin_less
 
 
 def demo(
@@ -23,9 +22,7 @@ def demo(
 
     qflux demo --output /tmp/demo
     """
-    # Threads that wait would keep the core of a neighbour busy: on a shared machine that costs more than half of the
-    # speed. Read when torch is loaded.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    spin_less()
     from qflux.demo.run import demo_config, run_demo  # noqa: PLC0415
 
     started = time.perf_counter()

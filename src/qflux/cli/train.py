@@ -134,14 +134,15 @@ def _changed(config: Path, data: Path, wish: Wish) -> str:
 
 def _tell_how_to_use(trainer: Trainer, config: Path) -> None:
     """The command that edits a picture with what was learnt."""
+    from qflux.config import CacheSource  # noqa: PLC0415
+    from qflux.data.sources import read_source  # noqa: PLC0415
+
     adapter = trainer.config.run_dir / "adapter"
     if not adapter.is_dir():
         return
-    words = ["qflux", "predict", str(config), "--lora", str(adapter), "--image", "PHOTO", "--prompt", "PROMPT"]
-    planned = trainer.samples()
-    sample = next(iter(planned.held_out or planned.training), None)
-    if sample is not None and sample.example.prompt:
-        words[-1] = sample.example.prompt
-    if sample is not None and not sample.example.controls:
-        words = [word for word in words if word not in ("--image", "PHOTO")]
+    source = trainer.config.data.training_sources[0]
+    examples = [] if isinstance(source, CacheSource) else read_source(source).examples
+    words = ["qflux", "predict", str(config), "--lora", str(adapter)]
+    words += ["--image", "PHOTO"] if not examples or examples[0].controls else []
+    words += ["--prompt", examples[0].prompt if examples else "PROMPT"]
     say(f"→ {shlex.join(words)}")
