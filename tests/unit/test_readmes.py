@@ -57,7 +57,9 @@ def test_pictures_links_and_the_tree_are_the_same():
     trees = []
     for text in (ENGLISH, CHINESE):
         (tree,) = [block for block in fenced(text, "") if block.startswith("recipes/")]
-        trees.append([re.match(r" *(\S+(?: +\S+\.py)?)", line)[1] for line in tree.splitlines() if line.strip()])
+        trees.append(
+            [re.match(r" *([\w./-]+(?: +[\w.]+\.py\b)?)", line)[1] for line in tree.splitlines() if line.strip()]
+        )
     assert trees[0] == trees[1]
 
 

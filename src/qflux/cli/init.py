@@ -121,7 +121,7 @@ def write_config(request: Request, wish: Wish) -> None:
     if not seen.has_controls and has_controls:  # a table without controls is known only now
         model = choose_model(request.model, request.family, machine, has_controls=False)
     name = re.sub(r"[^a-zA-Z0-9_.-]+", "-", output.stem).lstrip(".-") or "run"
-    chosen = preset(model, machine, len(seen.samples))
+    chosen = preset(model, machine, len(seen.samples), seen.sides[-1])
     plan = Plan(data, source, seen, model, machine, chosen, name if name != "cache" else "run")
     text = config_text(plan, output)
     if found.rows:

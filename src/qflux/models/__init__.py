@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,10 +14,17 @@ if TYPE_CHECKING:
 __all__ = ["FAMILIES", "Family", "FluxTransformer2DModel", "QwenImageTransformer2DModel", "get_family"]
 
 
+_HOMES = {
+    "FAMILIES": "registry",
+    "Family": "family",
+    "FluxTransformer2DModel": "flux_kontext.transformer",
+    "QwenImageTransformer2DModel": "qwen_image.transformer",
+    "get_family": "registry",
+}
+
+
 def __getattr__(name: str) -> Any:
     """Public names on first use: facts of models can be asked for without torch."""
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module 'qflux.models' has no attribute {name!r}")
-    from qflux.models import registry  # noqa: PLC0415
-
-    return getattr(registry, name)
+    return getattr(import_module(f"qflux.models.{_HOMES[name]}"), name)

@@ -127,33 +127,51 @@ class Preset:
     notes: tuple[str, ...] = ()
 
 
-def preset(model: Model, machine: Machine, samples: int) -> Preset:
-    """What a machine allows for a model."""
+def preset(model: Model, machine: Machine, samples: int, side: float) -> Preset:
+    """What a machine allows for a model, and for pictures as large as a square of this side."""
     if model.is_small:
         return Preset("bfloat16" if machine.gpu else "float32", None, min(4, samples), 192, False, False, 320)
-    batch = min(4, samples)
-    steps = min(4000, max(500, 100 * -(-samples // batch)))
+    largest = min(LARGEST, round(side))
     if not machine.gpu:
-        notes = []
-        if model.gigabytes > 1:
-            notes.append(
-                f"there is no GPU here: a model of {model.gigabytes:.0f} GB takes minutes for a step on a CPU; this "
-                "config is written for it all the same"
-            )
         is_large = model.gigabytes > 1
-        return Preset("float32", None, 1 if is_large else batch, 1024, is_large, False, steps, tuple(notes))
-    room, weights = machine.memory_gib - 2, model.gigabytes * 1e9 / 2**30
-    if room >= weights + 8:
-        return Preset("bfloat16", None, batch, 1024, True, True, steps)
-    if room >= 0.5 * weights + 12:
-        return Preset("bfloat16", "int8", batch, 1024, True, True, steps, _needs("torchao"))
-    notes_4 = list(_needs("bitsandbytes"))
-    if room < 0.3 * weights + 4:
-        notes_4.append(
-            f"{machine} is little for a model of {model.gigabytes:.0f} GB: the first steps may run out of memory"
-        )
-    side = 1024 if machine.memory_gib >= 40 else 768 if machine.memory_gib >= 20 else 512
-    return Preset("bfloat16", "nf4", min(2, samples), side, True, False, steps, tuple(notes_4))
+        told = f"there is no GPU here: a model of {model.gigabytes:.0f} GB takes minutes for a step on a CPU"
+        notes = (f"{told}; this config is written for it all the same",) if is_large else ()
+        batch = 1 if is_large else min(4, samples)
+        return Preset("float32", None, batch, LARGEST, is_large, False, _steps(samples, batch), notes)
+    for quantization, package in ((None, None), ("int8", "torchao"), ("nf4", "bitsandbytes")):
+        for batch in (4, 2):
+            if _needed(model, quantization, batch, largest) <= _room(machine):
+                needs = _needs(package) if package else ()
+                size, compiled = min(batch, samples), quantization != "nf4"
+                return Preset("bfloat16", quantization, size, LARGEST, True, compiled, _steps(samples, size), needs)
+    # One at a time, and smaller where that is too much as well.
+    fitting = [s for s in (LARGEST, 768, 512) if _needed(model, "nf4", 1, min(s, largest)) <= _room(machine)]
+    told = f"{machine} is little for a model of {model.gigabytes:.0f} GB: steps may run out of memory"
+    needs = (*_needs("bitsandbytes"), *(() if fitting else (told,)))
+    return Preset("bfloat16", "nf4", 1, fitting[0] if fitting else 512, True, False, _steps(samples, 1), needs)
+
+
+LARGEST = 1024
+_BYTES = {None: 1.0, "int8": 0.52, "nf4": 0.3}
+"""Of the weights, what is left of bfloat16: with the scales, and the layers that are not quantized."""
+_PER_EDIT = 4.3
+"""GiB that an edit of 1024 x 1024 pixels with one control takes while it trains (benchmarks/memory.py: 4.0 and 4.3)."""
+
+
+def _needed(model: Model, quantization: str | None, batch: int, side: int) -> float:
+    """GiB of a step that recomputes activations."""
+    weights = model.gigabytes * 1e9 / 2**30
+    return weights * _BYTES[quantization] + 1 + _PER_EDIT * batch * (side / LARGEST) ** 2
+
+
+def _room(machine: Machine) -> float:
+    """GiB that a run may plan with: the context of the device and gaps between blocks take the rest."""
+    return 0.93 * machine.memory_gib - 1
+
+
+def _steps(samples: int, batch: int) -> int:
+    """About a hundred visits of each sample."""
+    return min(4000, max(500, 100 * -(-samples // batch)))
 
 
 def _needs(package: str) -> tuple[str, ...]:
