@@ -18,7 +18,7 @@ def demo(
     family: Annotated[str, typer.Option(help="Which family to try.")] = "flux-kontext",
     set_: Overrides = None,
 ) -> None:
-    """Teach a small model a new edit, offline, in two minutes: data of many sizes, cache, fit, predict, report.
+    """Teach a small model a new edit, offline, in three minutes: data of many sizes, cache, fit, predict, report.
 
     qflux demo --output /tmp/demo
     """
