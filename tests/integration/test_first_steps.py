@@ -100,6 +100,8 @@ def test_init_writes_a_config_that_check_accepts(organisation, tmp_path, data_se
     states = {item["what"]: item["state"] for item in found["checks"]}
     assert states["model"] == states["plan"] == states["optimizer"] == "ok"
     assert states["cache"] == "warning"
+    assert not any(item["detail"].endswith(":") for item in found["checks"]), "no list is announced and left out"
+    assert any(str(tmp_path / "runs") in item["detail"] for item in found["checks"]), "where relative paths lead"
     assert run("init", str(data), "--output", "mine.yaml") == 2, "an existing config is not replaced"
 
 

@@ -103,6 +103,18 @@ SAME = ("1.png", "2.jpg")
             id="a folder for each sample",
         ),
         pytest.param(
+            ["修改后/猫.png", "修改前/猫.png", "蒙版/猫.png", "修改后/狗.png", "修改前/狗.png"],
+            {"修改后__猫_dot_txt": "变成夜晚", "修改后__狗_dot_txt": "变成夜晚"},
+            [(["修改前/猫.png"], "修改后/猫.png", "变成夜晚"), (["修改前/狗.png"], "修改后/狗.png", "变成夜晚")],
+            id="in Chinese",
+        ),
+        pytest.param(
+            ["输出/1.png", "输入/1.png"],
+            {},
+            [(["输入/1.png"], "输出/1.png", "输入 to 输出")],
+            id="in Chinese, in the other order",
+        ),
+        pytest.param(
             ["trainA/1.png", "trainB/1.png"],
             {},
             [(["trainA/1.png"], "trainB/1.png", "trainA to trainB")],
@@ -222,9 +234,10 @@ def test_what_is_not_understood_is_shown_with_what_was_tried(tmp_path):
         (Wish(target="nowhere"), "nothing in .* fits 'nowhere'"),
         (Wish(target="a/*", controls=("b/*",)), "have no name in common"),
         (Wish(target="*/*"), "has 2 of"),
+        (Wish(target="a", controls=("c", "d")), "no sample in .* is complete"),
     ],
 )
 def test_a_description_that_fits_nothing_says_so(wish, message, tmp_path):
-    root = folder_of(tmp_path / "d", "a/1.png", "b/2.png")
+    root = folder_of(tmp_path / "d", "a/1.png", "a/3.png", "b/2.png", "c/1.png", "d/3.png")
     with pytest.raises(DataError, match=message):
         discover(root, wish)

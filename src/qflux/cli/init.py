@@ -120,7 +120,8 @@ def write_config(request: Request, wish: Wish) -> None:
         seen = look(source, rows, model.family, lambda done, total: listener("headers", done, total))
     if not seen.has_controls and has_controls:  # a table without controls is known only now
         model = choose_model(request.model, request.family, machine, has_controls=False)
-    name = re.sub(r"[^a-zA-Z0-9_.-]+", "-", output.stem).lstrip(".-") or "run"
+    plain = "".join(c if c.isalpha() or c.isdecimal() or c in "_.-" else " " for c in output.stem)
+    name = "-".join(plain.split()).lstrip(".-") or "run"
     chosen = preset(model, machine, len(seen.samples), seen.sides[-1])
     plan = Plan(data, source, seen, model, machine, chosen, name if name != "cache" else "run")
     text = config_text(plan, output)

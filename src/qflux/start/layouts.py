@@ -376,6 +376,8 @@ def _table(
     if without:
         _note_alone(without, notes, "a text", '; --prompt "…" gives them one')
     rows = [_row(folder.root, groups[key], text) for key, text in sorted(texts.items()) if text]
+    if not rows:
+        raise DataError(f"no sample in {folder.root} is complete: {kind}\n{tree(folder.root)}", DOCS)
     return Discovered(kind, {"type": "jsonl"}, rows, notes)
 
 

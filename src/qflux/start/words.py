@@ -18,6 +18,14 @@ WORDS: dict[Role, tuple[str, ...]] = {
     "given": ("control", "before", "input", "source", "original", "src", "condition", "conditioning", "in", "orig"),
 }  # fmt: skip
 """Looked for in this order: `input_masks` are masks, `target_prompts` are texts."""
+CHINESE: dict[Role, tuple[str, ...]] = {
+    "text": ("提示词", "提示", "描述", "指令"),
+    "mask": ("蒙版", "遮罩"),
+    "wanted": ("后", "目标", "输出", "结果"),
+    "reference": ("参考", "参考图"),
+    "given": ("前", "原图", "输入"),
+}
+"""Ends of names: there are no spaces between the words of Chinese."""
 LETTERS: dict[str, Role] = {"a": "given", "b": "wanted"}
 """Only where both occur: `x_a.png` and `x_b.png`, `trainA/` and `trainB/`."""
 
@@ -44,6 +52,10 @@ def part_of(name: str, letters: bool = False) -> Part | None:
     for role, known in WORDS.items():
         if any(word in known for word in found):
             return Part(role, count)
+    bare = re.sub(r"[-_ ]?\d*$", "", name)
+    for role, ends in CHINESE.items():
+        if bare.endswith(ends):
+            return Part(role, count)
     if letters and found and found[-1] in LETTERS:
         return Part(LETTERS[found[-1]])
     return None
@@ -60,7 +72,7 @@ def is_plain(name: str) -> bool:
 
 def split_name(stem: str, letters: bool = False) -> tuple[str, Part] | None:
     """`cat_before` is the given picture of `cat`; `before` alone has no name of its own. Nothing: it says no part."""
-    match = re.fullmatch(r"(?:(?P<own>.*?)[-_. ])?(?P<word>[A-Za-z]+)[-_. ]?(?P<number>\d{0,6})", stem, re.DOTALL)
+    match = re.fullmatch(r"(?:(?P<own>.*?)[-_. ])?(?P<word>[^\W\d_]+)[-_. ]?(?P<number>\d{0,6})", stem, re.DOTALL)
     if match is None:
         return None
     word, number = match["word"].lower(), int(match["number"] or 0)
@@ -68,6 +80,9 @@ def split_name(stem: str, letters: bool = False) -> tuple[str, Part] | None:
     own = match["own"] or ""
     for role, known in WORDS.items():
         if word in known:
+            return own, Part(role, number)
+    for role, ends in CHINESE.items():
+        if word.endswith(ends):
             return own, Part(role, number)
     if letters and own and word in LETTERS and not match["number"]:
         return own, Part(LETTERS[word])

@@ -45,7 +45,7 @@ def written_for(file: Path) -> str | None:
             first = opened.readline()
     except (OSError, UnicodeDecodeError):
         return None
-    return first.removeprefix(HEAD).rstrip("\n:") if first.startswith(HEAD) else None
+    return first.removeprefix(HEAD).removesuffix("\n").removesuffix(":") if first.startswith(HEAD) else None
 
 
 def shown_data(data: Path) -> str:

@@ -162,7 +162,7 @@ def _folder(what: str, folder: Path, needed: int) -> Check:
     if not there.is_dir() or not os.access(there, os.W_OK):
         return Check(what, "error", f"{folder} can't be made: {there} can't be written to", "choose another folder.")
     free = shutil.disk_usage(there).free
-    detail = f"checkpoints take up to {needed / 1e6:,.0f} MB, {free / 1e6:,.0f} MB are free"
+    detail = f"checkpoints take up to {needed / 1e6:,.0f} MB, {free / 1e6:,.0f} MB are free: {folder.absolute()}"
     if free < needed:
         return Check(what, "error", detail, "free some space, or lower train.keep_checkpoints.")
     return Check(what, "ok", detail)
