@@ -181,6 +181,129 @@ def test_every_usual_layout_is_understood(files, texts, expected, tmp_path):
     assert sorted(pairs(root), key=lambda pair: pair[1]) == sorted(expected, key=lambda pair: pair[1])
 
 
+def same(*folders: str, names: tuple[str, ...]) -> list[str]:
+    return [f"{folder}/{name}.png" for folder in folders for name in names]
+
+
+TRAPS = {
+    "numbered pairs": (
+        [f"{kind}_{n}.png" for kind in ("before", "after") for n in range(4)],
+        {f"before_{n}.png": f"after_{n}.png" for n in range(4)},
+    ),
+    "numbers without a dash": (
+        [f"{kind}{n}.png" for kind in ("input", "output") for n in range(1, 4)],
+        {f"input{n}.png": f"output{n}.png" for n in range(1, 4)},
+    ),
+    "numbered pairs with names": (
+        [f"cat_{kind}_{n}.png" for kind in ("before", "after") for n in range(3)],
+        {f"cat_before_{n}.png": f"cat_after_{n}.png" for n in range(3)},
+    ),
+    "numbered folders": (
+        same("before_1", "after_1", "before_2", "after_2", names=("x", "y")),
+        {f"before_{n}/{name}.png": f"after_{n}/{name}.png" for n in (1, 2) for name in "xy"},
+    ),
+    "sessions": (
+        same("session1_before", "session1_after", "session2_before", "session2_after", names=("1",)),
+        {f"session{n}_before/1.png": f"session{n}_after/1.png" for n in (1, 2)},
+    ),
+    "names that end like masks": (
+        same("before", "after", names=("gas_mask", "face_mask", "scuba_mask")),
+        {f"before/{name}_mask.png": f"after/{name}_mask.png" for name in ("gas", "face", "scuba")},
+    ),
+    "names that end like controls": (
+        same("before", "after", names=("drive_in_01", "drive_in_02", "kitchen_1", "check_in_1")),
+        {f"before/{n}.png": f"after/{n}.png" for n in ("drive_in_01", "drive_in_02", "kitchen_1", "check_in_1")},
+    ),
+    "raw and edited": (same("edited", "raw", names=("1",)), {"raw/1.png": "edited/1.png"}),
+    "one name says it": (same("after", "photos", names=("1",)), {"photos/1.png": "after/1.png"}),
+    "the other says it": (same("images", "source", names=("1",)), {"source/1.png": "images/1.png"}),
+    "not edited": (same("edited", "not_edited", names=("1",)), {"not_edited/1.png": "edited/1.png"}),
+    "ground truth": (same("ground_truth", "input", names=("1",)), {"input/1.png": "ground_truth/1.png"}),
+    "subjects": (
+        same("subject_1/before", "subject_1/after", "subject_2/before", "subject_2/after", names=("1", "2")),
+        {f"subject_{s}/before/{n}.png": f"subject_{s}/after/{n}.png" for s in (1, 2) for n in (1, 2)},
+    ),
+    "splits": (
+        same("training/input", "training/target", "test/input", "test/target", names=("1",)),
+        {f"{split}/input/1.png": f"{split}/target/1.png" for split in ("training", "test")},
+    ),
+    "words around": (
+        same("style_anime/before", "style_anime/after", "edits/before", "edits/after", names=("1",)),
+        {f"{kind}/before/1.png": f"{kind}/after/1.png" for kind in ("style_anime", "edits")},
+    ),
+    "two kinds": (
+        [*same("cats_before", "cats_after", "dogs_before", "dogs_after", names=("1", "2")), "cats_before/3.png"],
+        {f"{kind}_before/{n}.png": f"{kind}_after/{n}.png" for kind in ("cats", "dogs") for n in (1, 2)},
+    ),
+    "a plain name and its edit": (
+        [f"cat{n}{end}.png" for n in range(3) for end in ("", "_edited")],
+        {f"cat{n}.png": f"cat{n}_edited.png" for n in range(3)},
+    ),
+    "ends in folders, and a cover": (
+        [
+            *(f"{kind}/{n}_{kind}.png" for kind in ("before", "after") for n in range(3)),
+            *same("before", "after", names=("cover",)),
+        ],
+        {f"before/{n}_before.png": f"after/{n}_after.png" for n in range(3)} | {"before/cover.png": "after/cover.png"},
+    ),
+    "Chinese ends": (
+        [f"{name}{end}.png" for name in "猫狗鸟" for end in "前后"],
+        {f"{name}前.png": f"{name}后.png" for name in "猫狗鸟"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_no_pair_is_made_of_what_does_not_belong_together(name, tmp_path):
+    files, expected = TRAPS[name]
+    root = folder_of(tmp_path / "d", *files)
+    found = pairs(root, Wish(prompt="x"))
+    assert {tuple(controls): target for controls, target, _ in found} == {(a,): b for a, b in expected.items()}
+
+
+@pytest.mark.parametrize(
+    "folders", [("cats", "dogs"), ("train", "val"), ("images", "masks")], ids=lambda folders: folders[0]
+)
+def test_two_sets_of_pictures_are_not_pairs(folders, tmp_path):
+    root = folder_of(tmp_path / "d", *same(*folders, names=("1", "2")))
+    for folder in folders:
+        for number in (1, 2):
+            (root / folder / f"{number}.txt").write_text(f"{folder} number {number}")
+    assert all(not controls for controls, _, _ in pairs(root))
+
+
+def test_chinese_words_that_end_like_roles_are_captions_all_the_same(tmp_path):
+    names = ("午后", "皇后", "门前", "目前")
+    root = folder_of(tmp_path / "d", *(f"{name}.png" for name in names))
+    for name in names:
+        (root / f"{name}.txt").write_text(name)
+    assert [controls for controls, _, _ in pairs(root)] == [[]] * 4
+
+
+def test_what_qflux_has_written_beside_the_data_is_not_taken_for_data(tmp_path):
+    root = folder_of(tmp_path / "d", "before/1.png", "after/1.png", "runs/d/samples/control/1.png")
+    for name in ("runs/d/config.yaml", "runs/d/ledger.jsonl", "runs/cache/index.jsonl", "before/notes.csv"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("file,x\n1,2\n")
+    (root / "runs/cache/entries").mkdir()
+    assert pairs(root) == [(["before/1.png"], "after/1.png", "before to after")]
+
+
+def test_large_folders_are_read_quickly(tmp_path, monkeypatch):
+    """Counted, not timed: how often a path is asked for what stands beside it."""
+    root = folder_of(tmp_path / "d", "before/0.png", "after/0.png")
+    for number in range(1, 400):
+        for kind in ("before", "after"):
+            (root / kind / f"{number}.png").touch()
+        (root / "after" / f"{number}.txt").write_text("x")
+        (root / f"lonely_{number}_before.png").touch()
+    calls = []
+    known = Path.with_suffix
+    monkeypatch.setattr(Path, "with_suffix", lambda self, suffix: calls.append(1) or known(self, suffix))
+    assert len(discover(root).rows) == 399
+    assert len(calls) < 100 * 1600
+
+
 @pytest.mark.parametrize(
     ("wish", "expected"),
     [
@@ -206,13 +329,48 @@ def test_columns_can_be_named(tmp_path):
         discover(root, Wish(target="w"))
 
 
+@pytest.mark.parametrize(
+    ("header", "row", "expected"),
+    [
+        (
+            "original_prompt,original_image,edit_prompt,edited_prompt,edited_image",
+            "a cat,a.png,make it night,a cat at night,b.png",
+            (["a.png"], "b.png", "make it night"),
+        ),
+        ("image_id,image,caption", "17,a.png,a cat", ([], "a.png", "a cat")),
+        ("before_image,after_image,source,prompt", "a.png,b.png,flickr,p", (["a.png"], "b.png", "p")),
+        ("source_image,edited_image,clip_sim_target,edit_instruction", "a.png,b.png,0.3,p", (["a.png"], "b.png", "p")),
+    ],
+)
+def test_columns_are_known_by_what_they_hold_too(header, row, expected, tmp_path):
+    root = folder_of(tmp_path / "d", "a.png", "b.png", t_dot_csv=f"{header}\n{row}\n")
+    assert pairs(root) == [expected]
+
+
+def test_a_prompt_for_all_fills_the_gaps_of_tables_and_folders(tmp_path):
+    rows = [{"source": ["a.png", "b.png"], "target": "c.png"}, {"source": "a.png", "target": "b.png", "prompt": "own"}]
+    root = folder_of(tmp_path / "d", "a.png", "b.png", "c.png", t_dot_jsonl="\n".join(map(json.dumps, rows)) + "\n{")
+    wish = Wish(prompt="x")
+    assert pairs(root, wish) == [(["a.png", "b.png"], "c.png", "x"), (["a.png"], "b.png", "own")]
+    assert any("t.jsonl:3 can't be read" in note for note in discover(root, wish).notes)
+    own = folder_of(tmp_path / "e", "training_images/1.png", "control_images/1.png", "control_images/1_control_1.png")
+    files = ["control_images/1.png", "control_images/1_control_1.png"]
+    assert pairs(own, wish) == [(files, "training_images/1.png", "x")]
+
+
+@pytest.mark.parametrize("wish", [Wish(mask="m"), Wish(columns={"target": "x"})])
+def test_options_that_would_have_no_effect_are_errors(wish, tmp_path):
+    root = folder_of(tmp_path / "d", "before/1.png", "after/1.png")
+    with pytest.raises(DataError, match=r"--mask needs|--columns is for a table"):
+        discover(root, wish)
+
+
 def test_what_has_no_partner_or_no_text_is_named(tmp_path):
     root = folder_of(tmp_path / "d", "before/1.png", "after/1.png", "after/2.png", "other.png", "before/3.png")
     folder_of(root, "after/3.png", after__1_dot_txt="one")
     found = discover(root)
     assert len(found.rows) == 1
-    assert any("without a partner: 2 (1)" in note for note in found.notes)
-    assert any("other.png" in note for note in found.notes)
+    assert any("without a partner: other.png, after/2.png (2)" in note for note in found.notes)
     assert any("without a text: 3 (1)" in note for note in found.notes)
 
 

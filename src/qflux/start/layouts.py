@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from qflux.data.images import SUFFIXES, shown
 from qflux.data.tables import SUFFIXES as TABLES
 from qflux.data.tables import current_folder
 from qflux.errors import DataError
-from qflux.start.words import Part, is_plain, part_of, split_name
+from qflux.start.words import SPLITS, Part, part_of, split_name
 
 TABLE = ".pairs.jsonl"
 """How tables that `init` writes end; they are not taken for data."""
@@ -68,8 +68,19 @@ class _Group:
     """By (is a reference, number): references stand behind what is edited."""
     wanted: Path | None = None
     mask: Path | None = None
+    bare: Path | None = None
+    """One whose name says nothing: beside `cat_edited.png`, `cat.png` is what was edited."""
     texts: list[Path] = field(default_factory=list)
     """The best one last."""
+
+    @property
+    def is_pair(self) -> bool:
+        return self.wanted is not None and bool(self.given)
+
+    @property
+    def files(self) -> list[Path]:
+        """All its pictures."""
+        return [*self.given.values(), *(file for file in (self.wanted, self.mask) if file)]
 
 
 @dataclass(frozen=True)
@@ -91,38 +102,50 @@ def discover(path: Path, wish: Wish | None = None) -> Discovered:
             f"there is nothing at {path}{current_folder(path)}", "give the folder or the table of your data."
         )
     require_name(path)
-    return _tabular(path, wish) or _pictures(_walk(path), wish)
+    return _understood(path, wish)
 
 
-def _tabular(path: Path, wish: Wish) -> Discovered | None:
-    """What has a source of its own: qflux's folders, a table, a data set."""
+def _understood(path: Path, wish: Wish) -> Discovered:
+    """What has a source of its own (qflux's folders, a table, a data set), and then pictures."""
     from qflux.start.tables import TABULAR, data_set, table  # noqa: PLC0415  (they need what is here)
 
     if path.is_file():
         if path.suffix.lower() not in TABULAR:
             raise DataError(f"{path} is neither a folder nor a table ({', '.join(sorted(TABULAR))})", DOCS)
         return table(path, wish)
-    if (path / TARGETS).is_dir() and wish.target is None:
+    if (path / TARGETS).is_dir() and wish.target is None and wish.prompt is None:
         return Discovered(f"{TARGETS}/ and {CONTROLS}/", {"type": "folder", "path": str(path)})
     folder = _walk(path)
-    if len(folder.tables) > 1:
-        names = ", ".join(str(file.relative_to(path)) for file in folder.tables)
-        raise DataError(f"{path} holds several tables: {names}", "give the one you mean.")
-    if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
-        return data_set(path, [file for file in folder.frames if file.suffix.lower() == ".arrow"], wish)
-    if folder.tables:
-        return table(folder.tables[0], wish)
-    return data_set(path, folder.frames, wish) if folder.frames else None
+    own = [file for file in folder.tables if file.parent == path]
+    is_saved = (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+    frames = [file for file in folder.frames if not is_saved or file.suffix.lower() == ".arrow"]
+    if is_saved or (frames and not own):
+        return data_set(path, frames, wish)
+    # A table further in (train/metadata.csv) counts where pictures say nothing by themselves.
+    found = None if own else _pictures(folder, wish)
+    tables = own or folder.tables
+    if len(tables) > 1 and found is None:
+        raise _several(path, tables)
+    return found or (table(tables[0], wish) if tables else _not_understood(folder))
 
 
-def _pictures(folder: _Folder, wish: Wish) -> Discovered:
+def _several(path: Path, tables: Sequence[Path]) -> DataError:
+    names = ", ".join(str(file.relative_to(path)) for file in tables)
+    return DataError(f"{path} holds several tables: {names}", "give the one you mean.")
+
+
+def _pictures(folder: _Folder, wish: Wish) -> Discovered | None:
     """Pictures whose places and names say what belongs together."""
+    if wish.columns:
+        raise DataError(f"--columns is for a table, and {folder.root} holds none", "use --target and --control.")
     if wish.target is not None:
         return _by_pattern(folder, wish)
+    if wish.mask is not None:
+        raise DataError("--mask needs --target", "say which pictures are wanted, too.")
     found = [made for find in (_by_parts, _two_folders, _captioned) if (made := find(folder, wish))]
     # Among hundreds of pictures with texts one may be called `cat_after` and another `cat_before`.
     most = [made for made in found if 2 * _used(made) >= len(folder.images)]
-    return next(iter(most), None) or max(found, key=_used, default=None) or _not_understood(folder)
+    return next(iter(most), None) or max(found, key=_used, default=None)
 
 
 def _used(found: Discovered) -> int:
@@ -133,6 +156,9 @@ def _used(found: Discovered) -> int:
 def _walk(root: Path) -> _Folder:
     images, texts, tables, frames, count = [], [], [], [], 0
     for place, folders, files in os.walk(root):
+        if _is_ours(folders, files):
+            folders[:] = []
+            continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(name for name in files if not name.startswith(".")):
             count += 1
@@ -147,8 +173,13 @@ def _walk(root: Path) -> _Folder:
                 tables.append(file)
             elif suffix in (".parquet", ".arrow"):
                 frames.append(file)
-    own = [table for table in tables if table.parent == root]  # train/metadata.csv counts if there is none here
-    return _Folder(root, tuple(images), tuple(texts), tuple(own or tables), tuple(frames))
+    return _Folder(root, tuple(images), tuple(texts), tuple(tables), tuple(frames))
+
+
+def _is_ours(folders: Sequence[str], files: Sequence[str]) -> bool:
+    """Whether a folder is a run, a cache or a list of edits, which may lie beside the data."""
+    is_run = "config.yaml" in files and "ledger.jsonl" in files
+    return is_run or ("index.jsonl" in files and "entries" in folders) or ".lock" in files
 
 
 def _is_table(file: Path, at_the_top: bool) -> bool:
@@ -172,78 +203,115 @@ def require_name(path: Path) -> None:
 # Pictures that say what they are
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """One way to read names. All are tried, and the one that makes use of the most pictures is taken."""
+
+    letters: bool
+    """`_a` and `_b` say something."""
+    cuts_ends: bool
+    """In a folder that says its part, so does the end of a name: Inputs/1_in.png, Outputs/1_out.png."""
+    numbers_are_names: bool
+    """before_1 and after_1 are sample 1; otherwise control_1 and control_2 are controls of one sample."""
+
+
+_READINGS = [
+    _Reading(letters, cuts, names) for letters in (False, True) for cuts in (False, True) for names in (False, True)
+]
+
+
 def _by_parts(folder: _Folder, wish: Wish) -> Discovered | None:
     """Pairs by the words in their names: of their folders, at their ends, or all of them."""
-    for letters in (False, True):
-        for cut_ends in (False, True):
-            notes: list[str] = []
-            groups = _grouped(folder, lambda file, c=cut_ends, m=letters: _placed(folder.root, file, c, m), notes)  # type: ignore[misc]
-            pairs = {key: group for key, group in groups.items() if group.wanted and group.given}
-            if pairs:
-                alone = [key for key, group in groups.items() if key not in pairs and (group.wanted or group.given)]
-                _note_alone(sorted(alone), notes)
-                used = {file for group in pairs.values() for file in (group.wanted, *group.given.values(), group.mask)}
-                rest = [file for file in folder.images if file not in used and not _is_alone(folder, file, alone)]
-                _note_alone([str(file.relative_to(folder.root)) for file in rest], notes)
-                return _table(folder, f"pairs: {_described(folder.root, pairs)}", pairs, wish, notes)
-    return None
-
-
-def _is_alone(folder: _Folder, file: Path, alone: Sequence[str]) -> bool:
-    """Whether it was named among those without a partner."""
-    relative = file.relative_to(folder.root).with_suffix("")
-    return any(key in (str(relative), relative.name) or relative.name.startswith(f"{key}_") for key in alone)
-
-
-def _placed(root: Path, file: Path, cut_ends: bool, letters: bool) -> tuple[str, Part] | None:
-    """The sample that a picture belongs to, and what it is of it; nothing if its name does not say."""
-    *above, stem = file.relative_to(root).with_suffix("").parts
-    ending = split_name(stem, letters)
-    for level, name in enumerate(above):
-        part = part_of(name, letters)
-        if part is None or (ending and not ending[0] and (part.role == "reference" or not is_plain(name))):
-            continue  # style_7/before.png: the file says it
-        rest = [*above[:level], *above[level + 1 :]]
-        # `cat_control_1` and `cat_mask` may stand in either folder; other endings are part of a name until pairs
-        # can't be found with them.
-        if ending and ending[0] and (ending[1].role == "mask" or (ending[1].role == "given" and ending[1].number)):
-            return "/".join([*rest, ending[0]]), ending[1] if ending[1].role == "mask" else Part(
-                "given", ending[1].number
-            )
-        own = ending[0] if cut_ends and ending else stem
-        return "/".join([*rest, own]), part
-    if ending is None:
+    best: tuple[int, dict[str, _Group], list[str]] = (0, {}, [])
+    for reading in _READINGS:
+        groups, aside = _grouped(folder, reading)
+        pairs = {key: group for key, group in groups.items() if group.is_pair}
+        used = sum(len(group.files) for group in pairs.values()) - len(aside)
+        if pairs and used > best[0]:
+            best = used, pairs, aside
+    _, pairs, notes = best
+    if not pairs:
         return None
-    own, part = ending
-    return "/".join([*above, own] if own else above), part
+    taken = {file for group in pairs.values() for file in group.files}
+    told = {note.split(" is left aside")[0] for note in notes}
+    alone = [name for file in folder.images if file not in taken and (name := _name(folder, file)) not in told]
+    _note_alone(alone, notes)
+    return _table(folder, f"pairs: {_described(folder.root, pairs)}", pairs, wish, notes)
 
 
-def _grouped(folder: _Folder, placed: Callable[[Path], tuple[str, Part] | None], notes: list[str]) -> dict[str, _Group]:
-    """Samples by name. Texts go to the sample of their name, wherever they lie."""
+def _grouped(folder: _Folder, reading: _Reading) -> tuple[dict[str, _Group], list[str]]:
+    """Samples by name, and pictures that were left aside. Texts go to the sample of their name, wherever they lie."""
     groups: dict[str, _Group] = {}
+    aside: list[str] = []
+    plain = {key for file in folder.images if (key := _folder_key(folder, file, reading))}
     for file in folder.images:
-        found = placed(file)
-        if found is None or found[1].role == "text":
-            continue
-        key, part = found
+        key, part = _placed(folder, file, reading, plain)
         group = groups.setdefault(key, _Group())
-        taken = _put(group, part, file)
-        if taken:
-            notes.append(f"{_name(folder, file)} is left aside: {_name(folder, taken)} has its place")
+        if part is None:
+            group.bare = group.bare or file
+        elif part.role != "text" and (taken := _put(group, part, file, reading)):
+            aside.append(f"{_name(folder, file)} is left aside: {_name(folder, taken)} has its place")
+    for group in groups.values():
+        if group.bare and group.wanted and not group.given:
+            group.given[False, 0] = group.bare
+        elif group.bare and group.given and not group.wanted:
+            group.wanted = group.bare
     for file in folder.texts:
-        relative = file.relative_to(folder.root).with_suffix("")
-        found = placed(file)
-        keys = [str(relative), *([found[0]] if found else [])]
-        for key in keys:
-            if key in groups:
-                groups[key].texts.append(file)
-    return groups
+        key, _ = _placed(folder, file, reading, plain)
+        for name in dict.fromkeys((str(file.relative_to(folder.root).with_suffix("")), key)):
+            if name in groups:
+                groups[name].texts.append(file)
+    return groups, aside
 
 
-def _put(group: _Group, part: Part, file: Path) -> Path | None:
+def _folder_part(above: Sequence[str], reading: _Reading) -> tuple[int, Part] | None:
+    """The folder that says what its pictures are: the innermost that says nothing else, or else the innermost."""
+    found = [(level, part) for level, name in enumerate(above) if (part := _part_of_folder(name, reading))]
+    plain = [item for item in found if item[1].is_plain]
+    return (plain or found)[-1] if found else None
+
+
+def _part_of_folder(name: str, reading: _Reading) -> Part | None:
+    return Part("wanted") if name == TARGETS else part_of(name, reading.letters)
+
+
+def _folder_key(folder: _Folder, file: Path, reading: _Reading) -> str | None:
+    """The name of a sample as the folders alone have it."""
+    *above, stem = file.relative_to(folder.root).with_suffix("").parts
+    found = _folder_part(above, reading)
+    return _key(above, found[0], found[1], stem, reading) if found else None
+
+
+def _key(above: Sequence[str], level: int, part: Part, own: str, reading: _Reading) -> str:
+    number = [str(part.number)] if reading.numbers_are_names and part.number is not None else []
+    return "/".join([*above[:level], *filter(None, [part.rest]), *number, *above[level + 1 :], *filter(None, [own])])
+
+
+def _placed(folder: _Folder, file: Path, reading: _Reading, plain: set[str]) -> tuple[str, Part | None]:
+    """The sample that a picture belongs to, and what it is of it; nothing if its name does not say."""
+    *above, stem = file.relative_to(folder.root).with_suffix("").parts
+    ending = split_name(stem, reading.letters)
+    found = _folder_part(above, reading)
+    if found and not (ending and not ending.rest and (found[1].role == "reference" or not found[1].is_plain)):
+        level, part = found
+        if ending and ending.rest:
+            base = _key(above, level, part, ending.rest, reading)
+            is_further = ending.role == "given" and ending.number is not None
+            # cat_mask and cat_control_1 may stand beside cat; a gas_mask is a picture of its own.
+            if base in plain and (ending.role == "mask" or is_further):
+                return base, Part("mask") if ending.role == "mask" else Part("given", ending.number)
+        own = ending.rest if reading.cuts_ends and ending and ending.rest else stem
+        return _key(above, level, part, own, reading), part
+    if ending is None:
+        return "/".join([*above, stem]), None
+    numbered = reading.numbers_are_names and ending.number is not None
+    return "/".join([*above, *filter(None, [ending.rest]), *([str(ending.number)] if numbered else [])]), ending
+
+
+def _put(group: _Group, part: Part, file: Path, reading: _Reading) -> Path | None:
     """Give a picture its place in a sample; what has the place already, if anything."""
     if part.role in ("given", "reference"):
-        place = (part.role == "reference", part.number)
+        place = (part.role == "reference", 0 if reading.numbers_are_names else part.number or 0)
         taken = group.given.get(place)
         group.given.setdefault(place, file)
         return taken
@@ -258,23 +326,31 @@ def _put(group: _Group, part: Part, file: Path) -> Path | None:
 
 
 def _two_folders(folder: _Folder, wish: Wish) -> Discovered | None:
-    """Two folders with pictures of the same names: the first by name is what is edited."""
+    """Two folders with pictures of the same names. If no name says it, the first one is what is edited."""
     by_folder: dict[str, dict[str, Path]] = {}
     for file in folder.images:
         top, *inside = file.relative_to(folder.root).parts
         if inside:
             by_folder.setdefault(top, {}).setdefault(str(Path(*inside).with_suffix("")), file)
-    if len(by_folder) != 2:
+        if any(part_of(name) for name in inside[:-1]):
+            return None  # names further in have said what is what, and it was not enough
+    if len(by_folder) != 2 or any(name.lower() in SPLITS for name in by_folder):
         return None
-    (first, given), (second, wanted) = sorted(by_folder.items())
+    ordered = sorted(by_folder, key=lambda name: (_rank(name), name))
+    roles = {part.role for name in ordered if (part := part_of(name))}
+    if roles & {"mask", "text"}:
+        return None
+    first, second = ordered
+    given, wanted = by_folder[first], by_folder[second]
     pairs = {key: _Group({(False, 0): given[key]}, wanted[key]) for key in sorted(given.keys() & wanted.keys())}
+    texts = {file.with_suffix(""): file for file in folder.texts}
+    for key, group in pairs.items():
+        beside = [texts[file.with_suffix("")] for file in (given[key], wanted[key]) if file.with_suffix("") in texts]
+        if len(beside) == 2 and _read(beside[0]) != _read(beside[1]):
+            return None  # both have a text of their own: two sets of pictures, not pairs
+        group.texts += [*beside, *(file for at, file in texts.items() if at == folder.root / key)]
     if not pairs:
         return None
-    for file in folder.texts:
-        relative = file.relative_to(folder.root).with_suffix("")
-        key = str(Path(*relative.parts[1:])) if len(relative.parts) > 1 else str(relative)
-        if key in pairs:
-            pairs[key].texts.append(file)
     notes = [
         f"{first}/ is taken for the pictures to edit and {second}/ for the wanted ones; "
         f"the other way round: --control {second} --target {first}"
@@ -283,14 +359,21 @@ def _two_folders(folder: _Folder, wish: Wish) -> Discovered | None:
     return _table(folder, f"pairs in {first}/ and {second}/", pairs, wish, notes)
 
 
+def _rank(name: str) -> int:
+    """Where a folder stands among two: before one that says nothing, or behind it."""
+    part = part_of(name)
+    return {"given": 0, "wanted": 2}.get(part.role, 1) if part else 1
+
+
 def _captioned(folder: _Folder, wish: Wish) -> Discovered | None:
     """Pictures with a text beside them, and nothing to edit; or with one text for all."""
     groups: dict[str, _Group] = {}
     texts = {file.with_suffix(""): file for file in folder.texts}
+    stems = {file.with_suffix("") for file in folder.images}
     for file in folder.images:
         own = file.with_suffix("")
         base = own.with_name(own.name.removesuffix("_mask"))
-        if base != own and any(base.with_suffix(suffix) in folder.images for suffix in SUFFIXES):
+        if base != own and base in stems:
             groups.setdefault(str(base.relative_to(folder.root)), _Group()).mask = file
             continue
         group = groups.setdefault(str(own.relative_to(folder.root)), _Group())
@@ -324,12 +407,10 @@ def _by_pattern(folder: _Folder, wish: Wish) -> Discovered:
     for key, file in _matching(folder, wish.mask, folder.images).items() if wish.mask else ():
         if key in groups:
             groups[key].mask = file
-    for file in folder.texts:
-        relative = str(file.relative_to(folder.root).with_suffix(""))
-        for key, group in groups.items():
-            beside = [picture.with_suffix("") for picture in (group.wanted, *group.given.values()) if picture]
-            if file.with_suffix("") in beside or relative == key:
-                group.texts.append(file)
+    texts = {file.with_suffix(""): file for file in folder.texts}
+    for key, group in groups.items():
+        places = [folder.root / key, *(file.with_suffix("") for file in group.files)]
+        group.texts += [texts[place] for place in dict.fromkeys(places) if place in texts]
     complete = {key: group for key, group in groups.items() if len(group.given) == len(wish.controls)}
     said = " and ".join([*wish.controls, str(wish.target)])
     return _table(folder, f"pairs of {said}", complete, wish, notes)
@@ -395,7 +476,7 @@ def _row(root: Path, group: _Group, prompt: str) -> dict[str, str]:
 def _is_common(folder: _Folder, file: Path) -> bool:
     """A text for all samples: prompt.txt beside the folders."""
     found = split_name(file.stem)
-    return file.parent == folder.root and found is not None and found[0] == "" and found[1].role == "text"
+    return file.parent == folder.root and found is not None and found.rest == "" and found.role == "text"
 
 
 def _text(group: _Group) -> str | None:

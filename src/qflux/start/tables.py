@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qflux.data.images import SUFFIXES
 from qflux.data.tables import RawTable, read_rows
 from qflux.errors import DataError
 from qflux.start.layouts import DOCS, Discovered, Wish
@@ -23,13 +24,13 @@ def table(path: Path, wish: Wish) -> Discovered:
         return data_set(path, [path], wish)
     found = read_rows(path)
     kind = "csv" if path.suffix.lower() in (".csv", ".tsv") else "jsonl"
-    columns = _columns(path, found.columns, wish)
+    columns = _columns(path, _picture_columns(found), found.columns, wish)
     notes = [_said(columns, found.columns)]
-    if "prompt" not in columns:
-        prompt = wish.prompt
-        if prompt is None:
-            raise _missing(path, found.columns, "the prompt", "prompt", ", or give one for all with --prompt")
-        rows = _with_prompt(found, columns, prompt)
+    if "prompt" not in columns and wish.prompt is None:
+        raise _missing(path, found.columns, "the prompt", "prompt", ", or give one for all with --prompt")
+    if wish.prompt is not None and ("prompt" not in columns or _lacks_prompts(found, columns["prompt"])):
+        notes += [f"{path.name}:{number} can't be read: {problem}" for number, problem in found.faults]
+        rows = list(_with_prompt(found, columns, wish.prompt))
         return Discovered(f"a table, {path.name}", {"type": "jsonl", "root": str(path.parent)}, rows, notes)
     controls = columns.pop("controls")
     if isinstance(controls, list) and controls:
@@ -53,7 +54,7 @@ def data_set(path: Path, frames: Sequence[Path], wish: Wish) -> Discovered:
             names = _arrow_names(arrow, frames[0])
     except (OSError, arrow.ArrowInvalid) as error:
         raise DataError(f"{frames[0]} can't be read: {error}", "save it again.") from None
-    columns = _columns(path, names, wish)
+    columns = _columns(path, names, names, wish)
     note = _said(columns, names)
     if "prompt" not in columns:
         raise _missing(path, names, "the prompt", "prompt")
@@ -73,14 +74,28 @@ def _arrow_names(arrow: Any, path: Path) -> list[str]:
             return list(arrow.ipc.open_file(file).schema.names)
 
 
-def _columns(path: Path, names: Sequence[str], wish: Wish) -> dict[str, Any]:
-    """Roles and the columns that have them; `controls` is always a list, the image to edit first."""
+def _picture_columns(table: RawTable) -> list[str]:
+    """The columns that hold paths of pictures; all of them if none looks like it."""
+    found = []
+    for name in table.columns:
+        values = [values.get(name) for _, values in table.rows[:50]]
+        listed = [item for value in values for item in (value if isinstance(value, list) else [value])]
+        if any(isinstance(item, str) and Path(item).suffix.lower() in SUFFIXES for item in listed):
+            found.append(name)
+    return found or list(table.columns)
+
+
+def _columns(path: Path, images: Sequence[str], names: Sequence[str], wish: Wish) -> dict[str, Any]:
+    """Roles and the columns that have them; `controls` is always a list, the image to edit first.
+
+    `images` are the columns that may hold pictures.
+    """
     found: dict[str, Any] = _asked(path, names, wish)
     taken = [name for value in found.values() for name in ([value] if isinstance(value, str) else value)]
     free = [name for name in names if name not in taken]
     texts = [name for name in free if set(words(name)) & set(WORDS["text"])]
-    pictures = [name for name in free if name not in texts]
-    _take(found, "prompt", _named(texts, "text"))
+    pictures = [name for name in free if name in images and name not in texts]
+    _take(found, "prompt", min(texts, key=_instructs, default=None))
     _take(found, "mask", _named(pictures, "mask"))
     _take(found, "target", _named(pictures, "wanted"))
     pictures = [name for name in pictures if name not in found.values()]
@@ -158,14 +173,29 @@ def _said(columns: Mapping[str, Any], names: Sequence[str]) -> str:
     return f"columns: {', '.join(parts)}" + (f"; not used: {', '.join(map(repr, unused))}" if unused else "")
 
 
-def _with_prompt(found: RawTable, columns: Mapping[str, Any], prompt: str) -> list[dict[str, str]]:
-    rows = []
+def _instructs(name: str) -> tuple[int, int]:
+    """How far a column of text is from an instruction: `edit_prompt` before `prompt` before `original_prompt`."""
+    said = words(name)
+    roles = {role for role, known in WORDS.items() if role != "text" and any(word in known for word in said)}
+    if "instruction" in said or "edit" in said:
+        return 0, len(said)
+    return (1 if not roles else 2 if roles == {"wanted"} else 3), len(said)
+
+
+def _lacks_prompts(found: RawTable, column: str) -> bool:
+    return any(not str(values.get(column) or "").strip() for _, values in found.rows)
+
+
+def _with_prompt(found: RawTable, columns: Mapping[str, Any], prompt: str) -> Iterator[dict[str, str]]:
+    """The rows with a prompt for those that have none."""
     for _, values in found.rows:
-        row = {f"path_control_{n}" if n else "path_control": values.get(c) for n, c in enumerate(columns["controls"])}
-        row |= {"path_target": values.get(columns["target"]), "prompt": prompt}
+        cells = [values.get(column) for column in columns["controls"]]
+        controls = [item for cell in cells for item in (cell if isinstance(cell, list) else [cell]) if item]
+        row = {f"path_control_{n}" if n else "path_control": item for n, item in enumerate(controls)}
+        own = values.get(columns["prompt"]) if "prompt" in columns else None
+        row |= {"path_target": values.get(columns["target"]), "prompt": str(own or "").strip() or prompt}
         row |= {"path_mask": values.get(columns["mask"])} if "mask" in columns else {}
-        rows.append({key: str(value) for key, value in row.items() if value})
-    return rows
+        yield {key: str(value) for key, value in row.items() if value}
 
 
 def _named(names: Sequence[str], role: Role) -> str | None:
