@@ -177,13 +177,42 @@ def test_the_same_command_goes_on_and_notices_new_pictures(tmp_path, monkeypatch
     longer = ["--set", "train.max_train_steps=4", *QUICK[2:]]
     assert run("train", "d", *longer) == 2
     said = capsys.readouterr()
-    assert "d has changed since: 1 new, 1 gone; --force takes it in" in said.out
+    assert "d has changed since: 1 new, 1 gone; the same command with --force takes it in" in said.out
     assert run("train", "d", "--force", *longer) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "1 new (after/p20.jpg); 1 gone (after/p0.jpg)" in said
     assert "--accept-data-change" in said
     assert run("train", "d", "--accept-data-change", *longer) == 0
     assert "4 steps" in capsys.readouterr().out
+
+
+def test_the_same_command_goes_on_with_its_options_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    written(day_and_night, tmp_path / "1e3", 12)  # the name of a folder may look like a number
+    command = ["train", "1e3", "--control", "night", "--target", "day", "--prompt", "make it day", *QUICK]
+    assert run(*command) == 0
+    (row, *_) = (json.loads(line) for line in (tmp_path / "1e3.pairs.jsonl").read_text().splitlines())
+    assert (row["path_control"].split("/")[0], row["prompt"]) == ("night", "make it day")
+    for again in (command, ["train", "1e3", *QUICK], ["train", "../" + tmp_path.name + "/1e3", *QUICK]):
+        capsys.readouterr()
+        assert run(*again) == 0
+        said = capsys.readouterr().out
+        assert "going on with 1e3.yaml" in said
+        assert "has changed" not in said
+    assert run("train", "1e3", "--prompt", "something else", *QUICK) == 2
+    assert "--prompt would change it" in " ".join(capsys.readouterr().err.split())
+    (tmp_path / "1e3.yaml").unlink()  # as if killed before it was written
+    assert run(*command) == 0
+
+
+def test_check_looks_at_own_edits_and_at_the_start(config, tmp_path, capsys):
+    settings = config("lora.init_from=nowhere", "validation.edits=[{prompt: x, images: nope.png}]")
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(settings.dump()))
+    assert run("check", str(tmp_path / "c.yaml"), "--json") == 2
+    found = json.loads(capsys.readouterr().out)["checks"]
+    wrong = {item["what"]: item["detail"] for item in found if item["state"] == "error"}
+    assert "nope.png can't be read" in wrong["edits"]
+    assert "no LoRA file" in wrong["start"]
 
 
 @pytest.mark.parametrize(
@@ -239,6 +268,9 @@ def test_a_config_is_understood_bare_and_as_an_option_by_every_command(form, con
         assert run(*command) == 0, (command, capsys.readouterr())
     capsys.readouterr()
     assert run("cache", "--set", "cache.batch_size=2", *given) == 0
+    assert run("cache", "--set", "run_name=x.yaml", *given) == 0
+    assert run("cache", "stats", "c.yaml", "--config", "d.yaml") == 2
+    capsys.readouterr()
     for command in ("check", "fit", "cache verify"):
         assert run(*command.split()) == 2
         assert "config" in capsys.readouterr().err

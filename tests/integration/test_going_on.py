@@ -188,6 +188,20 @@ def test_own_edits_are_drawn_without_held_out_data(config, tmp_path):
     assert "变成夜晚" in (settings.run_dir / "report.html").read_text()
 
 
+def test_own_edits_of_one_name_are_told_apart(config, tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        Image.new("RGB", (64, 64), "teal").save(tmp_path / folder / "p.png")
+    edits = ", ".join(f"{{prompt: x, images: {tmp_path / folder / 'p.png'}}}" for folder in ("a", "b", "a"))
+    settings = config(f"validation.edits=[{edits}]", "validation.num_inference_steps=1", "train.max_train_steps=1")
+    Trainer(settings).fit()
+    from qflux.report.run_folder import RunFolder
+
+    found = RunFolder(settings.run_dir).edits
+    assert [edit.name for edit in found] == ["p.png", "p.png #2", "p.png #3"]
+    assert all([step for step, _ in edit.outputs] == [0, 1] for edit in found)
+
+
 def test_held_out_edits_show_what_was_given(config):
     settings = config("data.held_out={count: 12}", "validation.images=9", "train.max_train_steps=1")
     with pytest.raises(DataError, match="none would be left"):

@@ -24,10 +24,9 @@ class _FileOrCommand(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         places = [place for place, word in enumerate(args) if Path(word).suffix.lower() in (".yaml", ".yml")]
-        if places and not any(word in self.commands for word in args):
-            first = places[0]
-            if first == 0 or args[first - 1] not in ("--config", "--set"):
-                args = [*args[:first], "--config", *args[first:]]
+        bare = [place for place in places if place == 0 or args[place - 1] not in ("--config", "--set")]
+        if bare and not any(word in self.commands for word in args):
+            args = [*args[: bare[0]], "--config", *args[bare[0] :]]
         return super().parse_args(ctx, args)
 
 
@@ -108,7 +107,7 @@ def verify(
     from qflux.data.claims import Claims  # noqa: PLC0415
     from qflux.data.upkeep import verify as check  # noqa: PLC0415
 
-    store = _store(file or config, path, set_)
+    store = _store(file, config, path, set_)
     with progress_bar() as bar:
         task = bar.add_task("verify", total=None, note="entries")
 
@@ -203,7 +202,7 @@ def stats(file: MaybeFile = None, config: MaybeConfig = None, path: Folder = Non
     """Say what a cache holds."""
     from qflux.data.upkeep import stats as count  # noqa: PLC0415
 
-    store = _store(file or config, path, set_)
+    store = _store(file, config, path, set_)
     found = count(store)
     say(str(store.root))
     table = Table("kind", "entries", "size")
@@ -214,10 +213,13 @@ def stats(file: MaybeFile = None, config: MaybeConfig = None, path: Folder = Non
     say(f"{found.samples} samples, {found.failed} that could not be encoded, {found.unused} entries without a sample.")
 
 
-def _store(config: Path | None, path: Path | None, overrides: list[str] | None) -> EmbeddingCacheManager:
+def _store(
+    file: Path | None, option: Path | None, path: Path | None, overrides: list[str] | None
+) -> EmbeddingCacheManager:
     from qflux.config import load_config  # noqa: PLC0415
     from qflux.data.cache import EmbeddingCacheManager  # noqa: PLC0415
 
+    config = one_config(file, option) if file or option else None
     if (config is None) == (path is None):
         raise ConfigError("either --config or --path says which cache is meant", "give one of them.")
     folder = load_config(config, overrides or []).cache_dir if config else path

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -71,6 +71,11 @@ class Request:
     output: Path
     force: bool
 
+    def options(self, wish: Wish) -> dict[str, Any]:
+        """Everything that somebody has said besides where the data are; it stands in the config."""
+        given = {"family": self.family, "model": self.model, **asdict(wish), "columns": dict(wish.columns)}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in given.items() if value}
+
 
 def wish_of(
     prompt: str | None, target: str | None, control: list[str] | None, mask: str | None, columns: list[str] | None
@@ -107,7 +112,9 @@ def write_config(request: Request, wish: Wish) -> None:
     table = output.with_name(f"{output.stem}{TABLE}")
     written = [output, *([table] if found.rows else [])]
     for file in written:
-        if file.is_dir() or (file.exists() and not request.force):
+        # Killed between the two, a table is left without its config.
+        is_left_over = file == table and not output.exists() and _is_pairs(table)
+        if file.is_dir() or (file.exists() and not request.force and not is_left_over):
             raise ConfigError(f"{file} is there already", "choose another --output, or --force.")
     rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found.rows).encode()
     source = dict(found.source)
@@ -123,7 +130,8 @@ def write_config(request: Request, wish: Wish) -> None:
     plain = "".join(c if c.isalpha() or c.isdecimal() or c in "_.-" else " " for c in output.stem)
     name = "-".join(plain.split()).lstrip(".-") or "run"
     chosen = preset(model, machine, len(seen.samples), seen.sides[-1])
-    plan = Plan(data, source, seen, model, machine, chosen, name if name != "cache" else "run")
+    run_name = name if name != "cache" else "run"
+    plan = Plan(data, source, seen, model, machine, chosen, run_name, request.options(wish))
     text = config_text(plan, output)
     if found.rows:
         write_bytes(table, rows)
@@ -136,3 +144,10 @@ def write_config(request: Request, wish: Wish) -> None:
         say(line)
     for file in written:
         say(str(file))
+
+
+def _is_pairs(table: Path) -> bool:
+    """Whether a table was written here."""
+    from qflux.data.store import read_lines  # noqa: PLC0415
+
+    return "path_target" in next(read_lines(table), {})

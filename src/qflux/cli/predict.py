@@ -68,9 +68,11 @@ def predict(
         raise DataError("--height and --width go together", "give both or neither.")
     if height is not None and size is not None:
         raise DataError("--size and --height exclude each other", "give one of them.")
-    from qflux.data.geometry import asked_size  # noqa: PLC0415
+    from qflux.data.geometry import asked_size, possible_size  # noqa: PLC0415
 
     asked = (height, width) if height and width else asked_size(size) if size else None
+    if isinstance(asked, tuple):
+        possible_size(asked)
     settings = list(set_ or [])
     settings += [f"predict.num_inference_steps={steps}"] if steps is not None else []
     settings += [f"predict.guidance_scale={guidance}"] if guidance is not None else []

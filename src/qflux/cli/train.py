@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,7 +30,6 @@ from qflux.cli.terminal import Overrides, expanded, say, trainer_of
 from qflux.errors import ConfigError
 
 if TYPE_CHECKING:
-    from qflux.start.layouts import Wish
     from qflux.training.trainer import Trainer
 
 
@@ -78,10 +77,11 @@ def train(
     else:
         config = expanded(output) if output else Path(f"{_name(path)}.yaml")
         wish = wish_of(prompt, target, control, mask, columns)
+        request = Request(path, family, model, config, force)
         if config.exists() and not force:
-            _go_on(config, path, [name for name, value in given.items() if value and name != "--output"], wish)
+            _go_on(config, path, request.options(wish))
         else:
-            write_config(Request(path, family, model, config, force), wish)
+            write_config(request, wish)
     trainer = trainer_of(config, set_)
     check_and_tell(trainer, config)
     cache_and_tell(trainer)
@@ -96,33 +96,42 @@ def _name(data: Path) -> str:
     return re.sub(r"[^\w.-]+", "-", own.stem if own.is_file() else own.name).strip(".-") or "mine"
 
 
-def _go_on(config: Path, data: Path, options: list[str], wish: Wish) -> None:
-    """There is a config already: it is used as it is, if it is for these data."""
+def _go_on(config: Path, data: Path, options: dict[str, Any]) -> None:
+    """There is a config already: it is used as it is, if it is for these data and these options."""
     from qflux.start.writer import shown_data, written_for  # noqa: PLC0415
 
     known = written_for(config)
-    if known != shown_data(data):
-        whose = f"was written for {known}" if known else "was not written by qflux"
+    if known is None or known[0] != shown_data(data):
+        whose = f"was written for {known[0]}" if known else "was not written by qflux"
         raise ConfigError(f"{config} is there already, and {whose}", "choose another --output.")
-    if options:
+    different = [name for name, value in options.items() if value != known[1].get(name)]
+    if different:
+        name = different[0].removesuffix("s") if different[0] == "controls" else different[0]
         raise ConfigError(
-            f"{config} is there already, and {options[0]} would change it", "edit it, or --force writes it anew."
+            f"{config} is there already, and --{name} would change it", "edit it, or --force writes it anew."
         )
     say(f"going on with {config}")
-    changed = _changed(config, data, wish)
+    changed = _changed(config, data, known[1])
     if changed:
-        say(f"{data} has changed since: {changed}; --force takes it in")
+        say(f"{data} has changed since: {changed}; the same command with --force takes it in")
 
 
-def _changed(config: Path, data: Path, wish: Wish) -> str:
+def _changed(config: Path, data: Path, options: dict[str, Any]) -> str:
     """What is in the folder now and not in the table that was written for it, and the other way round."""
     from qflux.data.store import read_lines  # noqa: PLC0415
     from qflux.errors import DataError  # noqa: PLC0415
-    from qflux.start.layouts import TABLE, discover  # noqa: PLC0415
+    from qflux.start.layouts import TABLE, Wish, discover  # noqa: PLC0415
 
     table = config.with_name(f"{config.stem}{TABLE}")
     if not table.is_file():
         return ""
+    wish = Wish(
+        options.get("prompt"),
+        options.get("target"),
+        tuple(options.get("controls", ())),
+        options.get("mask"),
+        options.get("columns", {}),
+    )
     try:
         now = {row["path_target"] for row in discover(data, wish).rows}
     except DataError:

@@ -40,9 +40,9 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+FLOAT = re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
+"""What is a number here besides what YAML 1.1 takes for one."""
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789"))
 
 
 def _parse(text: str) -> Any:

@@ -25,6 +25,7 @@ AskedSize = Size | Literal["input"] | None
 """What somebody wants of a result's size; nothing: what the preprocessing makes of the image to edit."""
 
 DEFAULT_AREA = 1024 * 1024
+MOST_PIXELS, MOST_SIDE = 4096 * 4096, 8192
 FILL = 0.9
 """The least share of an area's token budget that a size should use."""
 
@@ -164,6 +165,15 @@ def asked_size(text: str) -> AskedSize:
     if not match:
         raise DataError(f"the size {cut(text)} is neither 'input' nor HEIGHTxWIDTH", "for example 768x1024.")
     return int(match[1]), int(match[2])
+
+
+def possible_size(size: Size) -> Size:
+    """The size, if a model can make an image of it; otherwise an error."""
+    if any(side < STEP or side % STEP for side in size):
+        raise DataError(f"the size {size[0]}x{size[1]} is not possible", f"use multiples of {STEP} pixels.")
+    if size[0] * size[1] > MOST_PIXELS or max(size) > MOST_SIDE:
+        raise DataError(f"the size {size[0]}x{size[1]} is beyond anything the models know", "use at most 4096x4096.")
+    return size
 
 
 def best_size(areas: Sequence[int], width: int, height: int) -> Size:

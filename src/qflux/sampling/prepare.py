@@ -12,7 +12,7 @@ from PIL import Image
 
 from qflux.config import STEP, ProcessorSettings
 from qflux.data.encoded import Prompt
-from qflux.data.geometry import AskedSize, ImageProcessor, Size, Transform
+from qflux.data.geometry import AskedSize, ImageProcessor, Size, Transform, possible_size
 from qflux.data.images import to_rgb
 from qflux.data.pixels import to_pixels
 from qflux.errors import DataError
@@ -22,8 +22,6 @@ from qflux.ragged.shapes import image_tokens, token_shape
 from qflux.sampling.sampler import Prepared
 
 logger = logging.getLogger(__name__)
-
-MOST_PIXELS, MOST_SIDE = 4096 * 4096, 8192
 
 
 @dataclass(frozen=True)
@@ -98,8 +96,8 @@ class Preparer:
             if not has_image:
                 raise DataError('the size "input" is that of the image to edit, and there is none', "give a size.")
             # Less than a step is stretched, and stretched back in the result: not a pixel's place is lost.
-            return Transform(_checked((_to_step(height), _to_step(width))), "stretch")
-        transform = Transform(_checked(asked), self._processor.fit if self._processor else "crop")
+            return Transform(possible_size((_to_step(height), _to_step(width))), "stretch")
+        transform = Transform(possible_size(asked), self._processor.fit if self._processor else "crop")
         if has_image and transform.crops(width, height):
             left, top, right, bottom = transform.box(width, height)
             lost = 1 - (right - left) * (bottom - top) / (width * height)
@@ -148,11 +146,3 @@ class Preparer:
 
 def _to_step(side: int) -> int:
     return max(STEP, round(side / STEP) * STEP)
-
-
-def _checked(size: Size) -> Size:
-    if any(side < STEP or side % STEP for side in size):
-        raise DataError(f"the size {size[0]}x{size[1]} is not possible", f"use multiples of {STEP} pixels.")
-    if size[0] * size[1] > MOST_PIXELS or max(size) > MOST_SIDE:
-        raise DataError(f"the size {size[0]}x{size[1]} is beyond anything the models know", "use at most 4096x4096.")
-    return size

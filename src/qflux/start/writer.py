@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from qflux.config.reader import FLOAT
 from qflux.models import shipped
 from qflux.start.look import Seen
 from qflux.start.machine import Machine
@@ -17,7 +18,7 @@ from qflux.start.presets import Model, Preset
 
 SIDES = (128, 192, 256, 384, 512, 640, 768, 896, 1024)
 """Of squares whose areas are candidates."""
-HEAD = "# Written by qflux for "
+HEAD, OPTIONS = "# Written by qflux for ", "# with: "
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,15 @@ class Plan:
     machine: Machine
     preset: Preset
     run_name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    """What somebody has said besides where the data are."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what the reader of configs would take for a number: `1e3` may be the name of a folder."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789"))
 
 
 def config_text(plan: Plan, file: Path) -> str:
@@ -38,25 +48,29 @@ def config_text(plan: Plan, file: Path) -> str:
     return "\n".join([*_head(plan, file), *_model(plan), *_data(plan), *_training(plan), *_rest(plan), ""])
 
 
-def written_for(file: Path) -> str | None:
-    """The data that a config was written for, if it was written here."""
+def written_for(file: Path) -> tuple[str, dict[str, Any]] | None:
+    """The data that a config was written for, and the options that were given, if it was written here."""
     try:
         with file.open(encoding="utf-8") as opened:
-            first = opened.readline()
-    except (OSError, UnicodeDecodeError):
+            first, second = opened.readline().removesuffix("\n"), opened.readline()
+        options = json.loads(second.removeprefix(OPTIONS)) if second.startswith(OPTIONS) else {}
+    except (OSError, ValueError):
         return None
-    return first.removeprefix(HEAD).removesuffix("\n").removesuffix(":") if first.startswith(HEAD) else None
+    if not first.startswith(HEAD) or not isinstance(options, dict):
+        return None
+    return first.removeprefix(HEAD).removesuffix(":"), options
 
 
 def shown_data(data: Path) -> str:
     """Where data are, as a config's first line names them."""
-    return _one_line(str(data.absolute()))
+    return _one_line(str(data.resolve()))
 
 
 def _head(plan: Plan, file: Path) -> list[str]:
     shown = _one_line(shlex.quote(str(file)))
     return [
         f"{HEAD}{shown_data(plan.data)}:",
+        *([f"{OPTIONS}{json.dumps(plan.options)}"] if plan.options else []),
         f"# {plan.seen}; to be trained on {_one_line(str(plan.machine))}.",
         "# Every key is explained in docs/reference.md.",
         "#",
@@ -97,7 +111,8 @@ def _data(plan: Plan) -> list[str]:
     count = len(seen.samples)
     held_out = max(1, min(8, count // 10)) if count >= 10 else 0
     hold = f"held_out: {{ count: {held_out} }} # never train; their loss and edits are logged at every checkpoint"
-    listed = yaml.safe_dump([plan.source], sort_keys=False, allow_unicode=True).rstrip().replace("\n", "\n    ")
+    text = yaml.dump([plan.source], Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+    listed = text.rstrip().replace("\n", "\n    ")
     areas = ", ".join(f'"{side}*{side}"' for side in candidates(seen.sides, preset.largest_side))
     return [
         "data:",

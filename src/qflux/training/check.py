@@ -7,14 +7,17 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import nn
 
+from qflux.adapters.files import read_adapter
 from qflux.adapters.lora import inject
 from qflux.config import Config
+from qflux.data.images import ImageFile, read_facts
 from qflux.data.inspect import Inspected
 from qflux.errors import CacheError, DataError, QfluxError
 from qflux.models.loading import empty_transformer
@@ -66,6 +69,12 @@ def check(trainer: Trainer, progress: Callable[[str, int, int], None] | None = N
     quantization = config.model.quantization
     if quantization:
         yield _tried("quantization", lambda: quantization_config(quantization, torch.bfloat16), quantization)
+    for edit in config.validation.edits:
+        for path in edit.images:
+            yield _tried("edits", partial(read_facts, ImageFile(path)), f"validation.edits: {path}")
+    if config.lora.init_from and config.train.method == "lora":
+        start = config.lora.init_from
+        yield _tried("start", lambda: read_adapter(start).require_family(trainer.family), f"lora.init_from: {start}")
     yield from _checkpoint(trainer)
     yield from _trained(trainer)
     yield _cache(trainer)

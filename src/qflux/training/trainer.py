@@ -190,6 +190,8 @@ class Trainer:
         self._tell_of_length(before, total)
         require_parts(config, self.family, total)
         start = config.lora.init_from if before is None and config.train.method == "lora" else None
+        if config.lora.init_from and before is not None:
+            logger.info("lora.init_from was the start of this run, which goes on from its checkpoint")
         if start:
             read_adapter(start).require_family(self.family)  # before anything large is loaded
         own = self._own_edits()

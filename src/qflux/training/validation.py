@@ -176,10 +176,12 @@ class PreparedEdit:
 
 def prepare_own(config: Config, prepare: Preparer) -> list[PreparedEdit]:
     """The edits of `validation.edits`, at the sizes that the run trains at; their tensors on the host."""
-    made = []
+    made: list[PreparedEdit] = []
     for number, own in enumerate(config.validation.edits):
         images = tuple(load_rgb(ImageFile(path)) for path in own.images)
         name = own.name or (own.images[0].name if own.images else f"edit {number + 1}")
+        same = sum(other.name.split(" #")[0] == name for other in made)
+        name = f"{name} #{same + 1}" if same else name  # reports tell edits apart by their names
         # Guided validation is against the empty prompt, as for held-out samples.
         negative = "" if config.validation.true_cfg_scale > 1 else None
         _, transforms = prepare.transforms([image.size for image in images])
