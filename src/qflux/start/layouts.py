@@ -178,8 +178,8 @@ def _walk(root: Path) -> _Folder:
 
 def _is_ours(folders: Sequence[str], files: Sequence[str]) -> bool:
     """Whether a folder is a run, a cache or a list of edits, which may lie beside the data."""
-    is_run = "config.yaml" in files and "ledger.jsonl" in files
-    return is_run or ("index.jsonl" in files and "entries" in folders) or ".lock" in files
+    is_run, is_cache = {"config.yaml", "ledger.jsonl"} <= set(files), "index.jsonl" in files and "entries" in folders
+    return is_run or is_cache or {".lock", "contact_sheet.png"} <= set(files)
 
 
 def _is_table(file: Path, at_the_top: bool) -> bool:
