@@ -152,6 +152,6 @@ def _tell_how_to_use(trainer: Trainer, config: Path) -> None:
     source = trainer.config.data.training_sources[0]
     examples = [] if isinstance(source, CacheSource) else read_source(source).examples
     words = ["qflux", "predict", str(config), "--lora", str(adapter)]
-    words += ["--image", "PHOTO"] if not examples or examples[0].controls else []
+    words += ["--image", "PHOTO"] * (len(examples[0].controls) if examples else 1)
     words += ["--prompt", examples[0].prompt if examples else "PROMPT"]
     say(f"→ {shlex.join(words)}")
