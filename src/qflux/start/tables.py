@@ -10,7 +10,7 @@ from typing import Any
 from qflux.data.images import SUFFIXES
 from qflux.data.tables import RawTable, read_rows
 from qflux.errors import DataError
-from qflux.start.layouts import DOCS, Discovered, Wish
+from qflux.start.folder import DOCS, Discovered, Wish
 from qflux.start.words import WORDS, Role, part_of, words
 
 TABULAR = frozenset({".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", ".arrow"})
