@@ -213,6 +213,9 @@ def test_check_looks_at_own_edits_and_at_the_start(config, tmp_path, capsys):
     wrong = {item["what"]: item["detail"] for item in found if item["state"] == "error"}
     assert "nope.png can't be read" in wrong["edits"]
     assert "no LoRA file" in wrong["start"]
+    (settings.run_dir / "checkpoints" / "step-00000001").mkdir(parents=True)
+    run("check", str(tmp_path / "c.yaml"), "--json")
+    assert "start" not in {item["what"] for item in json.loads(capsys.readouterr().out)["checks"]}, "it goes on"
 
 
 @pytest.mark.parametrize(

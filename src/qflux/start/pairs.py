@@ -31,27 +31,29 @@ _READINGS = [
 
 def by_parts(folder: Folder, wish: Wish) -> Discovered | None:
     """Pairs by the words in their names: of their folders, at their ends, or all of them."""
-    best: tuple[int, dict[str, Group], list[str]] = (0, {}, [])
+    best: tuple[int, dict[str, Group], dict[Path, Path]] = (0, {}, {})
     for reading in _READINGS:
         groups, aside = _grouped(folder, reading)
         pairs = {key: group for key, group in groups.items() if group.is_pair}
         used = sum(len(group.files) for group in pairs.values()) - len(aside)
         if pairs and used > best[0]:
             best = used, pairs, aside
-    _, pairs, notes = best
+    _, pairs, aside = best
     if not pairs:
         return None
-    taken = {file for group in pairs.values() for file in group.files}
-    told = {note.split(" is left aside")[0] for note in notes}
-    alone = [name for file in folder.images if file not in taken and (name := name_of(folder, file)) not in told]
-    note_alone(alone, notes)
+    notes = [f"{name_of(folder, f)} is left aside: {name_of(folder, t)} has its place" for f, t in aside.items()]
+    known = {file for group in pairs.values() for file in group.files} | aside.keys()
+    note_alone([name_of(folder, file) for file in folder.images if file not in known], notes)
     return as_table(folder, f"pairs: {described(folder.root, pairs)}", pairs, wish, notes)
 
 
-def _grouped(folder: Folder, reading: _Reading) -> tuple[dict[str, Group], list[str]]:
-    """Samples by name, and pictures that were left aside. Texts go to the sample of their name, wherever they lie."""
+def _grouped(folder: Folder, reading: _Reading) -> tuple[dict[str, Group], dict[Path, Path]]:
+    """Samples by name, and pictures that are left aside, each with the one that has its place.
+
+    Texts go to the sample of their name, wherever they lie.
+    """
     groups: dict[str, Group] = {}
-    aside: list[str] = []
+    aside: dict[Path, Path] = {}
     plain = {key for file in folder.images if (key := _folder_key(folder, file, reading))}
     for file in folder.images:
         key, part = _placed(folder, file, reading, plain)
@@ -59,7 +61,7 @@ def _grouped(folder: Folder, reading: _Reading) -> tuple[dict[str, Group], list[
         if part is None:
             group.bare = group.bare or file
         elif part.role != "text" and (taken := _put(group, part, file, reading)):
-            aside.append(f"{name_of(folder, file)} is left aside: {name_of(folder, taken)} has its place")
+            aside[file] = taken
     for group in groups.values():
         if group.bare and group.wanted and not group.given:
             group.given[False, 0] = group.bare

@@ -72,8 +72,8 @@ def check(trainer: Trainer, progress: Callable[[str, int, int], None] | None = N
     for edit in config.validation.edits:
         for path in edit.images:
             yield _tried("edits", partial(read_facts, ImageFile(path)), f"validation.edits: {path}")
-    if config.lora.init_from and config.train.method == "lora":
-        start = config.lora.init_from
+    start = config.lora.init_from if config.train.method == "lora" else None
+    if start and not any((config.run_dir / "checkpoints").glob("step-*")):  # a run that goes on does not need it
         yield _tried("start", lambda: read_adapter(start).require_family(trainer.family), f"lora.init_from: {start}")
     yield from _checkpoint(trainer)
     yield from _trained(trainer)

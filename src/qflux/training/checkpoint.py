@@ -71,7 +71,7 @@ class Checkpoints:
         self.folder = folder
         self.settings = settings or {}
         self.may_differ: frozenset[str] = frozenset()
-        """Of these, what somebody has agreed to."""
+        """Of these, what is no reason to refuse: it is compared, and spoken of, elsewhere."""
         self.measure = ""
         """How held-out losses are measured; those of another measure are no competition."""
         self._keep = keep
