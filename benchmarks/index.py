@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from qflux.data.images import ImageFile, load_rgb
-from qflux.data.index import WORKERS, FileIndex
+from qflux.data.images.decode import ImageFile, load_rgb
+from qflux.data.images.index import WORKERS, FileIndex
 
 COUNT, SIDE = 20_000, 1000
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from qflux.data.cache import EmbeddingCacheManager, SampleKeys
+from qflux.cache.cache import EmbeddingCacheManager, SampleKeys
 from qflux.data.encoded import WHOLE
-from qflux.data.loader import read_ahead
-from qflux.data.store import key_of
+from qflux.data.reader import read_ahead
+from qflux.files.hashing import key_of
 
 SAMPLES, REPEATS = 300, 5
 

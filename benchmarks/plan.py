@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from qflux.data.geometry import size_for_area
+from qflux.data.images.sizes import size_for_area
 from qflux.data.plan import Batching, EpochPlan, cost_of
 
 SAMPLES, RANKS, MOST_STEPS = 1_000_000, 64, 1000

@@ -21,7 +21,7 @@ from torch import Tensor
 from qflux.data.encoded import TextEmbedding, TextLimit
 from qflux.models import get_family
 from qflux.models.flux_kontext.components import FluxKontextComponents
-from qflux.ragged.patches import pack
+from qflux.models.patches import pack
 from qflux.ragged.shapes import token_shape
 from qflux.sampling.sampler import Prepared, Sampler
 

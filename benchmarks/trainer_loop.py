@@ -24,10 +24,10 @@ from mixed_batch import BATCHES, FULL, SMALL, Batch, Scale, build_transformer, m
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from qflux.commands import Trainer
 from qflux.config import Config, load_config
+from qflux.runs.metrics import StepReport
 from qflux.training.distributed import World
-from qflux.training.metrics import StepReport
-from qflux.training.trainer import Trainer
 
 WARM_UP, MEASURED, PROFILED = 4, 12, 4
 

@@ -25,20 +25,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from qflux.data.pixels import to_image
+from qflux.data.images.pixels import to_image
 from qflux.demo.base import untrained
 from qflux.demo.instructions import SIZES, Instruction, draw_instruction
 from qflux.demo.scenes import COLOURS, Scene, dimmed, draw_scene, render, render_night
 from qflux.models import get_family
 from qflux.models.flux_kontext.tiny import CLIP_LENGTH
 from qflux.models.loading import load_part, save_checkpoint
+from qflux.models.patches import pack, unpack
 from qflux.models.shipped import TEXT_TOKENS
+from qflux.pictures.drawing import GridRow, edit_grid, write_png
 from qflux.ragged.compilation import compile_blocks
 from qflux.ragged.layout import PackedLayout
-from qflux.ragged.patches import pack, unpack
 from qflux.ragged.rope import image_ids
 from qflux.ragged.shapes import ImageShape, token_shape
-from qflux.report.pictures import GridRow, edit_grid, write_png
 from qflux.sampling.sampler import schedules
 
 SEED = 0

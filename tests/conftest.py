@@ -12,11 +12,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 
+from qflux.commands import Trainer
 from qflux.config import Config, load_config
 from qflux.demo.data import write_data_set
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
-from qflux.training.trainer import Trainer
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from typing import Any
 from qflux.config import Config
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["qflux.training.trainer"])
+CONTEXT.set_forkserver_preload(["qflux.commands"])
 
 
 def free_port() -> int:

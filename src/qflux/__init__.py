@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 from qflux.version import VERSION
 
 if TYPE_CHECKING:
-    from qflux.config import Config, load_config
-    from qflux.training.trainer import (
+    from qflux.commands import (
         FluxKontextLoraTrainer,
         QwenImageEditPlusTrainer,
         QwenImageEditTrainer,
         QwenImageTrainer,
         Trainer,
     )
+    from qflux.config import Config, load_config
 
     __version__: str
 
 _TRAINERS = "FluxKontextLoraTrainer", "QwenImageEditPlusTrainer", "QwenImageEditTrainer", "QwenImageTrainer", "Trainer"
-_HOMES = dict.fromkeys(_TRAINERS, "qflux.training.trainer") | dict.fromkeys(("Config", "load_config"), "qflux.config")
+_HOMES = dict.fromkeys(_TRAINERS, "qflux.commands") | dict.fromkeys(("Config", "load_config"), "qflux.config")
 
 __all__ = [
     "Config",

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from qflux.cache.build import CacheFiller, Listener
+from qflux.cache.cache import EmbeddingCacheManager
+from qflux.cache.maintenance import verify
 from qflux.cli import main
+from qflux.commands import Trainer
 from qflux.config import Config, load_config
-from qflux.data.cache import EmbeddingCacheManager
-from qflux.data.upkeep import verify
 from qflux.demo.data import write_data_set
-from qflux.training.fill import CacheFiller, Listener
-from qflux.training.trainer import Trainer
 
 KILLS = 50
 
@@ -31,7 +31,7 @@ KILLS = 50
 def processes():
     """Processes that have everything imported and nothing computed: a start takes milliseconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["qflux.training.trainer"])
+    context.set_forkserver_preload(["qflux.commands"])
     return context
 
 

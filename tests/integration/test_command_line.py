@@ -163,6 +163,6 @@ def test_ctrl_c_while_caching_says_how_to_go_on(config_file, monkeypatch, capsys
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("qflux.training.trainer.plan_samples", interrupt)
+    monkeypatch.setattr("qflux.commands.plan_samples", interrupt)
     assert run("cache", "--config", config_file()) == 130
     assert "run the same command again to go on from what is saved" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qflux.commands import Trainer
 from qflux.config import load_config
 from qflux.data.encoded import TextEmbedding
 from qflux.errors import QfluxError
@@ -16,7 +17,6 @@ from qflux.losses.objective import Objective
 from qflux.models import get_family
 from qflux.models.family import ModelInputs
 from qflux.models.loading import save_checkpoint
-from qflux.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

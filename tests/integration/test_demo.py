@@ -12,15 +12,15 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 
+from qflux.commands import Trainer
 from qflux.config import load_config
-from qflux.data.pixels import to_image
+from qflux.data.images.pixels import to_image
 from qflux.demo.instructions import KINDS, SIZES, draw_instruction
 from qflux.demo.run import SETTINGS, demo_config, run_demo
 from qflux.demo.scenes import draw_scene, render, render_night
 from qflux.errors import ConfigError
 from qflux.models.shipped import FOLDER
-from qflux.sampling.predict import Edit
-from qflux.training.trainer import Trainer
+from qflux.sampling.predictor import Edit
 
 
 def test_the_demo_runs_the_whole_path_and_can_be_run_again(tmp_path):

@@ -282,7 +282,7 @@ def test_a_config_is_understood_bare_and_as_an_option_by_every_command(form, con
 
 
 def test_report_leaves_out_what_is_no_run(config, tmp_path, monkeypatch, capsys):
-    from qflux.training.trainer import Trainer
+    from qflux.commands import Trainer
 
     monkeypatch.chdir(tmp_path)
     Trainer(config("train.max_train_steps=1", f"cache.path={tmp_path / 'runs' / 'cache'}")).cache()

@@ -19,14 +19,14 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from qflux.cli import main
+from qflux.commands import Trainer
 from qflux.config import Config, load_config
 from qflux.demo.data import write_data_set
 from qflux.errors import ConfigError, Interrupted, QfluxError
 from qflux.losses.objective import Objective
 from qflux.models import FluxTransformer2DModel
-from qflux.training import preflight
-from qflux.training import run as run_module
-from qflux.training.trainer import Trainer
+from qflux.training import loop as run_module
+from qflux.training.preflight import rehearsal
 from worlds import World
 
 SGD = ["optimizer.class_path=torch.optim.SGD", "optimizer.init_args={lr: 0.1}"]
@@ -345,7 +345,7 @@ def test_running_out_of_memory_names_the_largest_batch_and_what_to_change(config
 
 def test_too_little_disk_is_found_before_the_first_step(config, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=1000)
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(rehearsal.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(QfluxError, match=r"checkpoints may take .* MB"):
         Trainer(config()).fit()
 
@@ -426,7 +426,7 @@ def test_swanlab_works_offline(config, monkeypatch):
 
 def test_a_package_that_is_missing_is_named_before_anything_is_loaded(config, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    monkeypatch.setattr("qflux.training.trainer.load_transformer", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr("qflux.commands.load_transformer", lambda *_: pytest.fail("too late"))
     with pytest.raises(
         ConfigError, match=r"train\.trackers: wandb is not installed(.|\n)*pip install 'qflux\[wandb\]'"
     ):
@@ -441,7 +441,7 @@ def interrupted(config: Config, rank: int, number: int) -> None:
         if rank == 1 and self.count == 2:
             os.kill(os.getpid(), number)
 
-    from qflux.training.update import Update
+    from qflux.training.optimizer.step import Update
 
     original = Update.apply
     Update.apply = lambda self, n, loss: (stop(self, loss), original(self, n, loss))[1]
@@ -474,7 +474,7 @@ def test_an_error_reaches_every_process(config, tmp_path):
 
 
 def test_two_runs_on_one_folder_are_refused_on_every_process(config, tmp_path):
-    from qflux.training.interrupt import exclusive
+    from qflux.files.locks import exclusive
 
     settings = config()
     with exclusive(settings.run_dir):
@@ -531,7 +531,7 @@ def test_the_largest_batch_is_tried_with_everything_dropout_could_take_away(conf
     settings = config("train.control_dropout=0.9", "train.caption_dropout=0.9", "cache.path=null")
     Trainer(settings).cache()
     seen = []
-    original = preflight.rehearse
+    original = rehearsal.rehearse
     monkeypatch.setattr(run_module, "rehearse", lambda batch, *rest: (seen.append(batch), original(batch, *rest)))
     Trainer(settings).fit()
     (batch,) = seen
@@ -552,7 +552,7 @@ def test_a_resumed_run_needs_no_room_for_checkpoints_it_has(config, monkeypatch)
     Trainer(settings).fit()
     there = sum(f.stat().st_size for f in (settings.run_dir / "checkpoints").rglob("*") if f.is_file())
     usage = shutil.disk_usage("/")._replace(free=3 * there)
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(rehearsal.shutil, "disk_usage", lambda path: usage)
     Trainer(config("train.max_train_steps=2")).fit()
 
 

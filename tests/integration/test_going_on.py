@@ -13,10 +13,10 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from qflux.adapters.attach import Weighted
+from qflux.commands import Trainer
 from qflux.errors import CheckpointError, ConfigError, DataError
-from qflux.sampling.predict import Edit
-from qflux.training.ledger import coverage
-from qflux.training.trainer import Trainer
+from qflux.runs.ledger import coverage
+from qflux.sampling.predictor import Edit
 
 SGD = ["optimizer.class_path=torch.optim.SGD", "optimizer.init_args={lr: 0.5}"]
 
@@ -195,7 +195,7 @@ def test_own_edits_of_one_name_are_told_apart(config, tmp_path):
     edits = ", ".join(f"{{prompt: x, images: {tmp_path / folder / 'p.png'}}}" for folder in ("a", "b", "a"))
     settings = config(f"validation.edits=[{edits}]", "validation.num_inference_steps=1", "train.max_train_steps=1")
     Trainer(settings).fit()
-    from qflux.report.run_folder import RunFolder
+    from qflux.runs.folder import RunFolder
 
     found = RunFolder(settings.run_dir).edits
     assert [edit.name for edit in found] == ["p.png", "p.png #2", "p.png #3"]

@@ -15,14 +15,14 @@ from PIL import Image
 
 from qflux.adapters.attach import Weighted
 from qflux.cli import main
+from qflux.commands import Trainer
 from qflux.config import Config
 from qflux.config.training import PredictSettings
 from qflux.errors import DataError
-from qflux.sampling.gallery import Gallery, read_notes
-from qflux.sampling.job_run import JobRun
-from qflux.sampling.jobs import read_jobs
-from qflux.sampling.predict import Edit
-from qflux.training.trainer import Trainer
+from qflux.sampling.jobs.gallery import Gallery, read_notes
+from qflux.sampling.jobs.lists import read_jobs
+from qflux.sampling.jobs.run import JobRun
+from qflux.sampling.predictor import Edit
 from worlds import World
 
 SIZES = [(128, 96), (96, 96), (160, 128), (96, 160), (200, 100), (64, 64)]
@@ -360,7 +360,7 @@ def test_a_job_that_fails_late_does_not_repeat_the_others(settings, images, tmp_
     shared = ["--jobs", str(jobs), "--output", str(tmp_path / "out")]
     assert run(settings, shared, tmp_path) == 2
     draws = []
-    monkeypatch.setattr("qflux.sampling.predict.Predictor.draw", lambda self, prepared, **_: draws.append(prepared))
+    monkeypatch.setattr("qflux.sampling.predictor.Predictor.draw", lambda self, prepared, **_: draws.append(prepared))
     assert run(settings, shared, tmp_path) == 2
     assert draws == []
 

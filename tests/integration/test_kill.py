@@ -13,8 +13,8 @@ import time
 import pytest
 import yaml
 
+from qflux.commands import Trainer
 from qflux.config import Config
-from qflux.training.trainer import Trainer
 from worlds import World
 
 KILLS, STEPS, EVERY = 20, 200, 10

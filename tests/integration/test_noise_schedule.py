@@ -6,14 +6,14 @@ import json
 
 import pytest
 
+from qflux.commands import Trainer
 from qflux.config import load_config
-from qflux.data.store import file_hash
 from qflux.demo.data import write_data_set
+from qflux.files.hashing import file_hash
 from qflux.losses.timesteps import NoiseShift
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
-from qflux.training.identity import NOISE_SHIFT
-from qflux.training.trainer import Trainer
+from qflux.training.resume_guard import NOISE_SHIFT
 
 QWEN = NoiseShift(max_tokens=8192, max_shift=0.9)
 

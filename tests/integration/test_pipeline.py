@@ -14,12 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from qflux.adapters.attach import Weighted, attach_all
+from qflux.commands import Trainer
 from qflux.config import ProcessorSettings
-from qflux.data.images import ImageFile, load_rgb
+from qflux.data.images.decode import ImageFile, load_rgb
 from qflux.errors import CheckpointError
 from qflux.models import get_family
-from qflux.sampling.predict import Edit
-from qflux.training.trainer import Trainer
+from qflux.sampling.predictor import Edit
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,13 @@ from PIL import Image
 from published import photo
 from qflux.adapters.files import FILE_NAME
 from qflux.cli import main
+from qflux.commands import Trainer
 from qflux.config import load_config
 from qflux.errors import DataError
 from qflux.main import main as module_main
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
-from qflux.sampling.predict import Edit, Predictor
-from qflux.training.trainer import Trainer
+from qflux.sampling.predictor import Edit, Predictor
 
 
 def run(*arguments: str, entry=main) -> int:

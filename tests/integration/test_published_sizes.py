@@ -26,7 +26,7 @@ def run(*arguments: str) -> None:
 
 def views(name: str, images: list[Image.Image]) -> tuple[Image.Image, ...]:
     """The images as the family's text encoder sees them at 1024 x 1024."""
-    from qflux.data.geometry import ImageProcessor
+    from qflux.data.images.sizes import ImageProcessor
 
     family, processor = get_family(name), ImageProcessor()
     seen = []

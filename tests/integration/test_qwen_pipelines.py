@@ -14,13 +14,13 @@ from PIL import Image
 
 from qflux.adapters.attach import Weighted
 from qflux.adapters.files import read_adapter
+from qflux.commands import Trainer
 from qflux.config import load_config
 from qflux.demo.data import write_data_set
 from qflux.errors import DataError
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
-from qflux.sampling.predict import Edit
-from qflux.training.trainer import Trainer
+from qflux.sampling.predictor import Edit
 
 WIDTH, HEIGHT = 128, 96
 FAMILIES = ["qwen-image", "qwen-image-edit", "qwen-image-edit-plus"]

@@ -10,13 +10,13 @@ import pytest
 from PIL import Image
 
 from qflux.cli import main
+from qflux.commands import Trainer
 from qflux.errors import DataError
-from qflux.report.axis import Axis, ticks
+from qflux.files.locks import exclusive
+from qflux.pictures.axis import Axis, ticks
 from qflux.report.page import write_report
-from qflux.report.run_folder import RunFolder
-from qflux.training.interrupt import exclusive
-from qflux.training.metrics import StepReport
-from qflux.training.trainer import Trainer
+from qflux.runs.folder import RunFolder
+from qflux.runs.metrics import StepReport
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 HOSTILE = '<script>document.title="broken"</script><img src="http://example.org/x.png" onerror="alert(1)"> "&\''

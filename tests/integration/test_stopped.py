@@ -15,9 +15,10 @@ import pytest
 import yaml
 
 from qflux.cli import main
-from qflux.data.images import ImageFile, load_rgb
-from qflux.data.store import append_line, sweep
+from qflux.data.images.decode import ImageFile, load_rgb
 from qflux.errors import CheckpointError, DataError, redacted
+from qflux.files.atomic import sweep
+from qflux.files.jsonl import append_line
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def test_what_a_library_makes_of_an_interruption_is_an_interruption(config_file,
         except KeyboardInterrupt:
             raise CheckpointError("it can't be loaded", "fetch the checkpoint again.") from None
 
-    monkeypatch.setattr("qflux.training.trainer.load_transformer", loading)
+    monkeypatch.setattr("qflux.commands.load_transformer", loading)
     assert run("fit", "--config", config_file) == 130
     assert "fetch the checkpoint again" not in capsys.readouterr().err
 

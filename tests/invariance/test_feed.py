@@ -7,13 +7,13 @@ import shutil
 import pytest
 import torch
 
+from qflux.commands import Trainer
 from qflux.config import load_config
 from qflux.data.plan import EpochPlan
 from qflux.errors import CheckpointError, Interrupted
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
-from qflux.training.feed import Feed, assignments, training_plan
-from qflux.training.trainer import Trainer
+from qflux.training.batches import Feed, assignments, training_plan
 
 
 def batches(settings) -> list:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qflux.commands import Trainer
 from qflux.errors import CheckpointError, Interrupted, QfluxError
-from qflux.training.interrupt import exclusive
-from qflux.training.trainer import Trainer
+from qflux.files.locks import exclusive
 
 
 def trained(config) -> dict[str, torch.Tensor]:

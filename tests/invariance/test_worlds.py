@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from qflux.commands import Trainer
 from qflux.config import Config, load_config
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
-from qflux.training import run as run_module
+from qflux.training import loop as run_module
 from qflux.training.distributed import whole
-from qflux.training.trainer import Trainer
 from worlds import World
 
 FAMILIES = ("flux-kontext", "qwen-image-edit-plus")

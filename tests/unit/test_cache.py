@@ -10,16 +10,16 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from qflux.cache.build import CacheFiller, Listener
+from qflux.cache.cache import EmbeddingCacheManager
+from qflux.cache.maintenance import verify
+from qflux.commands import Trainer
 from qflux.config import load_config
-from qflux.data.cache import EmbeddingCacheManager
-from qflux.data.upkeep import verify
 from qflux.errors import CacheError, CheckpointError, ConfigError, DataError
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
+from qflux.training.batches import drawn_variant
 from qflux.training.encode import encode_example, open_example, variants_of
-from qflux.training.feed import drawn_variant
-from qflux.training.fill import CacheFiller, Listener
-from qflux.training.trainer import Trainer
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from qflux.data.plan import Batching, TrainingPlan
 from qflux.errors import CheckpointError
 from qflux.training.checkpoint import FILES, Checkpoints, TrainingState
 from qflux.training.distributed import World
-from qflux.training.identity import known_starts
-from qflux.training.optim import build_schedule
-from qflux.training.update import Ema, LossScale, Update
+from qflux.training.optimizer.build import build_schedule
+from qflux.training.optimizer.step import Ema, LossScale, Update
+from qflux.training.resume_guard import known_starts
 
 
 def fresh_state(optimizer=torch.optim.AdamW, ema: bool = False, scaled: bool = False, **options) -> TrainingState:

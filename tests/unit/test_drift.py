@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from qflux.sampling.drift import drift_between
+from qflux.data.lint.alignment import drift_between
 
 SIZES = [(320, 240), (256, 256), (200, 400), (512, 384)]
 

@@ -6,16 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from qflux.data import entries
-from qflux.data.entries import BrokenEntry
+from qflux.cache import tensor_file
+from qflux.cache.tensor_file import BrokenEntry
 
 TENSORS = {"tokens": torch.randn(7, 5), "pooled": torch.randn(3).bfloat16()}
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    path = tmp_path_factory.mktemp("entries") / "entry.safetensors"
-    path.write_bytes(entries.dump(TENSORS))
+    path = tmp_path_factory.mktemp("tensor_file") / "entry.safetensors"
+    path.write_bytes(tensor_file.dump(TENSORS))
     return path
 
 
@@ -28,16 +28,16 @@ def test_an_entry_is_an_ordinary_safetensors_file(written):
 @pytest.mark.parametrize("shape", [(1,), (3,), (5, 7), (2, 3, 4)])
 def test_what_is_read_is_what_was_written(tmp_path, dtype, shape):
     tensor = torch.randn(shape).to(dtype)
-    (tmp_path / "e").write_bytes(entries.dump({"a": tensor, "b": tensor[:1].float()}))
-    read = entries.read(tmp_path / "e")
+    (tmp_path / "e").write_bytes(tensor_file.dump({"a": tensor, "b": tensor[:1].float()}))
+    read = tensor_file.read(tmp_path / "e")
     assert torch.equal(read["a"], tensor)
     assert torch.equal(read["b"], tensor[:1].float())
-    entries.check(tmp_path / "e")
+    tensor_file.check(tmp_path / "e")
 
 
 def test_equal_contents_give_equal_bytes():
-    assert entries.dump(TENSORS) == entries.dump(dict(reversed(TENSORS.items())))
-    assert entries.digest(TENSORS) != entries.digest(TENSORS | {"pooled": torch.zeros(3).bfloat16()})
+    assert tensor_file.dump(TENSORS) == tensor_file.dump(dict(reversed(TENSORS.items())))
+    assert tensor_file.digest(TENSORS) != tensor_file.digest(TENSORS | {"pooled": torch.zeros(3).bfloat16()})
 
 
 @settings(max_examples=400, deadline=None)
@@ -49,7 +49,7 @@ def test_any_changed_byte_is_noticed(written, place, value):
     changed = written.with_name("changed")
     changed.write_bytes(data)
     noticed = 0
-    for look in (entries.check, entries.read):
+    for look in (tensor_file.check, tensor_file.read):
         try:
             found = look(changed)
         except BrokenEntry:
@@ -65,7 +65,7 @@ def test_any_truncation_is_noticed(written, length):
     data = written.read_bytes()
     short = written.with_name("short")
     short.write_bytes(data[: int(length * len(data))])
-    for look in (entries.read, entries.check):
+    for look in (tensor_file.read, tensor_file.check):
         with pytest.raises(BrokenEntry):
             look(short)
 
@@ -74,24 +74,24 @@ def test_more_bytes_than_written_are_noticed(written):
     longer = written.with_name("longer")
     longer.write_bytes(written.read_bytes() + b"\0" * 8)
     with pytest.raises(BrokenEntry, match="bytes of data"):
-        entries.read(longer)
+        tensor_file.read(longer)
 
 
 def test_blocks_out_of_place_are_noticed(tmp_path):
     halves = torch.randn(2, 64 * 1024)
-    (tmp_path / "e").write_bytes(entries.dump({"a": halves}))
+    (tmp_path / "e").write_bytes(tensor_file.dump({"a": halves}))
     data = bytearray((tmp_path / "e").read_bytes())
     half = halves[0].numel() * 4
     data[-2 * half : -half], data[-half:] = data[-half:], data[-2 * half : -half]
     (tmp_path / "e").write_bytes(data)
     with pytest.raises(BrokenEntry, match="checksum"):
-        entries.read(tmp_path / "e")
+        tensor_file.read(tmp_path / "e")
 
 
 def test_an_entry_knows_its_name(tmp_path):
-    (tmp_path / "e").write_bytes(entries.dump(TENSORS, "text/a"))
-    assert entries.is_whole(tmp_path / "e", "text/a")
-    for look in (entries.read, entries.check):
+    (tmp_path / "e").write_bytes(tensor_file.dump(TENSORS, "text/a"))
+    assert tensor_file.is_whole(tmp_path / "e", "text/a")
+    for look in (tensor_file.read, tensor_file.check):
         look(tmp_path / "e", "text/a")
         with pytest.raises(BrokenEntry, match="it is the entry 'text/a', not 'text/b'"):
             look(tmp_path / "e", "text/b")
@@ -102,7 +102,7 @@ def test_a_foreign_safetensors_file_is_no_entry(tmp_path):
 
     save_file({"tokens": torch.zeros(2)}, tmp_path / "foreign")
     with pytest.raises(BrokenEntry):
-        entries.read(tmp_path / "foreign")
+        tensor_file.read(tmp_path / "foreign")
     save_file({"tokens": torch.zeros(2)}, tmp_path / "foreign", {"version": "9.0"})
     with pytest.raises(BrokenEntry, match=r"version is '9\.0'"):
-        entries.read(tmp_path / "foreign")
+        tensor_file.read(tmp_path / "foreign")

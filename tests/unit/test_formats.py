@@ -546,7 +546,7 @@ def test_a_foreign_dora_of_fused_layers_keeps_each_rows_magnitude(tmp_path):
 
 
 def test_lists_for_controls_of_older_files_are_not_taken_for_todays(config, caplog):
-    from qflux.training.trainer import _preprocessing_of
+    from qflux.commands import _preprocessing_of
 
     settings = config("data.processor={target_size: [64, 64], controls_size: [[32, 32]], controls_pixels: 4096}")
     today = Record.of(settings)

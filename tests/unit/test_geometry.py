@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from qflux.config import Candidates, ProcessorSettings
-from qflux.data.geometry import KONTEXT_SIZES, ImageProcessor, Transform, best_size, size_for_area
+from qflux.data.images.sizes import KONTEXT_SIZES, ImageProcessor, Transform, best_size, size_for_area
 from qflux.errors import DataError
 
 sides = st.integers(16, 6000)

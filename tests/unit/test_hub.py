@@ -6,8 +6,8 @@ import pytest
 from PIL import Image
 
 from qflux.config import HubColumns, HubSource
-from qflux.data.images import load_rgb, read_facts
-from qflux.data.index import FileIndex
+from qflux.data.images.decode import load_rgb, read_facts
+from qflux.data.images.index import FileIndex
 from qflux.data.sources import read_source
 from qflux.errors import DataError
 

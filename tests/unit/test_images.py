@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from qflux.data.images import ImageFile, load_mask, load_rgb, read_facts
-from qflux.data.pixels import to_image, to_pixels
+from qflux.data.images.decode import ImageFile, load_mask, load_rgb, read_facts
+from qflux.data.images.pixels import to_image, to_pixels
 from qflux.errors import DataError
 
 

@@ -6,8 +6,8 @@ import json
 import pytest
 from PIL import Image
 
-from qflux.data.images import ImageFacts, ImageFile, load_rgb, read_facts
-from qflux.data.index import FileIndex, in_parallel
+from qflux.data.images.decode import ImageFacts, ImageFile, load_rgb, read_facts
+from qflux.data.images.index import FileIndex, in_parallel
 from qflux.errors import DataError
 
 

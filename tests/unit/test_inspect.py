@@ -7,9 +7,9 @@ from PIL import Image
 
 from planted import FAULTS, plant, write_pair
 from qflux.cli import main
-from qflux.data.inspect import Inspected
-from qflux.report.inspection import batch_picture, contact_sheet
-from qflux.training.trainer import Trainer
+from qflux.commands import Trainer
+from qflux.data.lint.inspect import Inspected
+from qflux.data.lint.pictures import batch_picture, contact_sheet
 
 
 @pytest.fixture(scope="module")

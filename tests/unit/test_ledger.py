@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
+from qflux.commands import Trainer
 from qflux.errors import Interrupted
-from qflux.training.ledger import coverage, read_ledger
-from qflux.training.trainer import Trainer
+from qflux.runs.ledger import coverage, read_ledger
 
 
 def steps_of(settings) -> list[dict]:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from qflux.report import lettering
-from qflux.report.lettering import draw_text, fitting, font, text_width
-from qflux.report.pictures import GridRow, edit_grid
+from qflux.pictures import lettering
+from qflux.pictures.drawing import GridRow, edit_grid
+from qflux.pictures.lettering import draw_text, fitting, font, text_width
 
 
 def drawn(text: str, anchor: str = "la", place: tuple[float, float] = (4, 4)) -> np.ndarray:

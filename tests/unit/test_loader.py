@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from qflux.data import loader
-from qflux.data.loader import read_ahead
+from qflux.commands import Trainer
+from qflux.data import reader
+from qflux.data.reader import read_ahead
 from qflux.errors import CacheError
-from qflux.training.trainer import Trainer
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3, 8])
@@ -49,26 +49,26 @@ def test_closing_early_leaves_no_thread_at_work():
     ahead = read_ahead(lambda item: time.sleep(0.05), range(1000), workers=4)
     next(ahead)
     ahead.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("qflux-loader")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("qflux-reader")]
 
 
 def test_a_read_that_never_returns_does_not_keep_the_process_alive():
     program = (
-        "import time\nfrom qflux.data import loader\nloader.FAREWELL = 0.2\n"
-        "ahead = loader.read_ahead(lambda seconds: time.sleep(seconds), [0, 1000, 1000], 2)\n"
+        "import time\nfrom qflux.data import reader\nloader.FAREWELL = 0.2\n"
+        "ahead = reader.read_ahead(lambda seconds: time.sleep(seconds), [0, 1000, 1000], 2)\n"
         "next(ahead)\nahead.close()"
     )
     subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
 
 
 def test_a_stuck_read_is_named_while_it_lasts(monkeypatch, caplog):
-    monkeypatch.setattr(loader, "PATIENCE", 0.05)
+    monkeypatch.setattr(reader, "PATIENCE", 0.05)
     assert list(read_ahead(lambda item: time.sleep(0.2) or item, ["slow.png"], 1, str)) == ["slow.png"]
     assert "reading slow.png has taken" in caplog.text
 
 
 def test_a_work_that_times_out_is_an_error_not_a_wait(monkeypatch):
-    monkeypatch.setattr(loader, "PATIENCE", 0.05)
+    monkeypatch.setattr(reader, "PATIENCE", 0.05)
 
     def work(item: int) -> int:
         raise TimeoutError("the file server")

@@ -6,12 +6,12 @@ from collections import Counter
 import pytest
 from PIL import Image, ImageFile
 
-from qflux.data.index import FileIndex
-from qflux.data.samples import gather, require_usable
+from qflux.commands import Trainer
+from qflux.data.dataset import gather, require_usable
+from qflux.data.images.index import FileIndex
 from qflux.errors import DataError
 from qflux.models import get_family
 from qflux.training.encode import plan_samples
-from qflux.training.trainer import Trainer
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from qflux.data.folder import read_folder
+from qflux.data.sources.folder import read_folder
 from qflux.errors import DataError
 
 

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from qflux.cache.cache import EmbeddingCacheManager
+from qflux.cache.maintenance import verify
+from qflux.cache.migrate import migrate
+from qflux.cache.stored import read_stored
+from qflux.cache.torch_files import read_torch
 from qflux.cli import main
+from qflux.commands import Trainer
 from qflux.config import CacheSource, load_config
-from qflux.data.cache import EmbeddingCacheManager
 from qflux.data.encoded import WHOLE, Variant
-from qflux.data.migrate import migrate
-from qflux.data.stored import read_stored
-from qflux.data.torch_files import read_torch
-from qflux.data.upkeep import verify
 from qflux.errors import CacheError, DataError
 from qflux.losses import map_mask_to_latent
-from qflux.training.trainer import Trainer
 
 
 def flux_file(height=64, width=96, controls=(), batch=True, **extra) -> dict:

@@ -105,8 +105,8 @@ def test_samples_know_their_source_and_rate(tmp_path):
 
 
 def test_a_row_whose_file_is_missing_is_a_fault_of_that_row(tmp_path, config):
-    from qflux.data.index import FileIndex
-    from qflux.data.samples import gather
+    from qflux.data.dataset import gather
+    from qflux.data.images.index import FileIndex
     from qflux.models import get_family
 
     Image.new("RGB", (64, 64)).save(tmp_path / "t.png")

@@ -4,7 +4,7 @@ import pytest
 from PIL import Image
 
 from qflux.data.encoded import Prompt, TextLimit
-from qflux.data.geometry import Transform
+from qflux.data.images.sizes import Transform
 from qflux.models import FAMILIES, get_family
 
 SIZES = [(32, 48), (64, 64), (28, 96)]

@@ -8,8 +8,8 @@ import torch
 from qflux.config import EmaSettings, OptimizerSettings, TrainSettings
 from qflux.errors import ConfigError
 from qflux.training.distributed import World
-from qflux.training.optim import Schedule, build_optimizer, build_schedule
-from qflux.training.update import Ema, LossScale, Update
+from qflux.training.optimizer.build import Schedule, build_optimizer, build_schedule
+from qflux.training.optimizer.step import Ema, LossScale, Update
 
 RATE = 0.1
 

@@ -6,12 +6,12 @@ import shutil
 import pytest
 import yaml
 
+from qflux.cache.cache import EmbeddingCacheManager
+from qflux.cache.maintenance import verify
 from qflux.cli import main
-from qflux.data.cache import EmbeddingCacheManager
-from qflux.data.claims import Claims
-from qflux.data.upkeep import verify
+from qflux.commands import Trainer
 from qflux.errors import CacheError
-from qflux.training.trainer import Trainer
+from qflux.files.locks import Claims
 
 
 @pytest.fixture

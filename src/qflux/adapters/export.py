@@ -21,9 +21,8 @@ from qflux.adapters.formats import Format
 from qflux.adapters.layers import LoraLayer, LoraLayers, same
 from qflux.adapters.names import Names
 from qflux.data.encoded import TextEmbedding
-from qflux.data.store import write_bytes
-from qflux.data.tensor_files import write_tensors
 from qflux.errors import CheckpointError
+from qflux.files.atomic import write_bytes, write_tensors
 from qflux.models.family import Family, ModelInputs
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from qflux.adapters.layers import FOREIGN, LoraLayer, LoraLayers, linear_layers,
 from qflux.adapters.lora import lora_config
 from qflux.adapters.names import Names, Parts
 from qflux.config import Config
-from qflux.data.tensor_files import write_tensors
 from qflux.errors import CheckpointError, cut
+from qflux.files.atomic import write_tensors
 from qflux.models.family import Family
 from qflux.version import VERSION
 

@@ -11,8 +11,8 @@ import yaml
 from huggingface_hub import CommitOperationAdd, HfApi
 
 from qflux.adapters.files import Record
-from qflux.data.store import write_bytes
 from qflux.errors import QfluxError
+from qflux.files.atomic import write_bytes
 from qflux.models.family import Family
 
 MARK = "trained with qflux"

@@ -14,9 +14,9 @@ from qflux.cli.terminal import Overrides, amount, console, duration, one_config,
 from qflux.errors import CacheError, ConfigError
 
 if TYPE_CHECKING:
-    from qflux.data.cache import EmbeddingCacheManager
-    from qflux.training.fill import CacheReport, Estimate
-    from qflux.training.trainer import Trainer
+    from qflux.cache.build import CacheReport, Estimate
+    from qflux.cache.cache import EmbeddingCacheManager
+    from qflux.commands import Trainer
 
 
 class _FileOrCommand(TyperGroup):
@@ -57,7 +57,7 @@ def cache(context: typer.Context, config: MaybeConfig = None, set_: Overrides = 
 
 def cache_and_tell(trainer: Trainer) -> None:
     """Fill the cache with a progress bar, and say what was made."""
-    from qflux.training.fill import Listener  # noqa: PLC0415
+    from qflux.cache.build import Listener  # noqa: PLC0415
 
     with progress_bar() as bar:
         task = bar.add_task("cache", total=None, note="entries")
@@ -104,8 +104,8 @@ def verify(
     set_: Overrides = None,
 ) -> None:
     """Check every file of a cache against its checksum. Exit code 2 if something is broken and stays."""
-    from qflux.data.claims import Claims  # noqa: PLC0415
-    from qflux.data.upkeep import verify as check  # noqa: PLC0415
+    from qflux.cache.maintenance import verify as check  # noqa: PLC0415
+    from qflux.files.locks import Claims  # noqa: PLC0415
 
     store = _store(file, config, path, set_)
     with progress_bar() as bar:
@@ -142,9 +142,9 @@ def gc(
     set_: Overrides = None,
 ) -> None:
     """Remove what no data set of these configs refers to."""
-    from qflux.data.claims import Claims  # noqa: PLC0415
-    from qflux.data.stored import StoredSample  # noqa: PLC0415
-    from qflux.data.upkeep import collect  # noqa: PLC0415
+    from qflux.cache.maintenance import collect  # noqa: PLC0415
+    from qflux.cache.stored import StoredSample  # noqa: PLC0415
+    from qflux.files.locks import Claims  # noqa: PLC0415
     from qflux.training.encode import plan_samples  # noqa: PLC0415
 
     configs = [*(files or []), *(config or [])]
@@ -180,8 +180,8 @@ def migrate(
     ] = None,
 ) -> None:
     """Rewrite an old cache in today's format. Train on the result with a source of type cache."""
+    from qflux.cache.migrate import migrate as rewrite  # noqa: PLC0415
     from qflux.config import load_config  # noqa: PLC0415
-    from qflux.data.migrate import migrate as rewrite  # noqa: PLC0415
 
     source: dict[str, object] = {"type": "cache", "path": str(old)}
     if default_size:
@@ -200,7 +200,7 @@ def migrate(
 @cache_app.command()
 def stats(file: MaybeFile = None, config: MaybeConfig = None, path: Folder = None, set_: Overrides = None) -> None:
     """Say what a cache holds."""
-    from qflux.data.upkeep import stats as count  # noqa: PLC0415
+    from qflux.cache.maintenance import stats as count  # noqa: PLC0415
 
     store = _store(file, config, path, set_)
     found = count(store)
@@ -216,8 +216,8 @@ def stats(file: MaybeFile = None, config: MaybeConfig = None, path: Folder = Non
 def _store(
     file: Path | None, option: Path | None, path: Path | None, overrides: list[str] | None
 ) -> EmbeddingCacheManager:
+    from qflux.cache.cache import EmbeddingCacheManager  # noqa: PLC0415
     from qflux.config import load_config  # noqa: PLC0415
-    from qflux.data.cache import EmbeddingCacheManager  # noqa: PLC0415
 
     config = one_config(file, option) if file or option else None
     if (config is None) == (path is None):

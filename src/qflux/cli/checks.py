@@ -28,8 +28,8 @@ from qflux.cli.terminal import (
 from qflux.errors import ConfigError, QfluxError
 
 if TYPE_CHECKING:
-    from qflux.training.check import Check
-    from qflux.training.trainer import Trainer
+    from qflux.commands import Trainer
+    from qflux.training.preflight.check import Check
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 _MARKS = {
@@ -62,8 +62,8 @@ def check(
             wrong_config = {"what": "configuration", "state": "error", "detail": error.problem, "remedy": error.remedy}
             say(json.dumps({"ok": False, "checks": [wrong_config]}, indent=2))
         raise
-    from qflux.training.check import Check  # noqa: PLC0415
-    from qflux.training.check import check as look  # noqa: PLC0415
+    from qflux.training.preflight.check import Check  # noqa: PLC0415
+    from qflux.training.preflight.check import check as look  # noqa: PLC0415
 
     found: list[Check] = []
     try:
@@ -91,7 +91,7 @@ def check(
 
 def check_and_tell(trainer: Trainer, config: Path) -> None:
     """The same before a run; what the run is about to do anyway is not mentioned."""
-    from qflux.training.check import check as look  # noqa: PLC0415
+    from qflux.training.preflight.check import check as look  # noqa: PLC0415
 
     with progress_bar() as bar:
         found = list(look(trainer, stages(bar)))
@@ -123,7 +123,7 @@ def doctor(json_: AsJson = False) -> None:
     from huggingface_hub import get_token  # noqa: PLC0415
     from huggingface_hub.constants import HF_HUB_OFFLINE  # noqa: PLC0415
 
-    from qflux.report.environment import OPTIONAL, attention_backends, environment, version  # noqa: PLC0415
+    from qflux.runs.environment import OPTIONAL, attention_backends, environment, version  # noqa: PLC0415
 
     found: dict[str, Any] = environment()
     found["attention"] = attention_backends()

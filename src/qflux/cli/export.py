@@ -41,8 +41,8 @@ def export(
 
     qflux export recipes/flux-kontext.yaml --lora runs/flux-kontext/adapter --format comfyui
     """
+    from qflux.adapters.convert import export_adapters  # noqa: PLC0415
     from qflux.adapters.publish import upload  # noqa: PLC0415
-    from qflux.training.export import export_adapters  # noqa: PLC0415
 
     trainer = trainer_of(one_config(file, config), set_)
     loras = weighted(lora or [trainer.config.run_dir / "adapter"], lora_scale)

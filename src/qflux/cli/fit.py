@@ -19,8 +19,8 @@ from qflux.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from qflux.training.metrics import StepReport
-    from qflux.training.trainer import Trainer
+    from qflux.commands import Trainer
+    from qflux.runs.metrics import StepReport
 
 
 AcceptData = Annotated[

@@ -25,7 +25,7 @@ def import_config(
 
     from qflux.config import load_config  # noqa: PLC0415
     from qflux.config.original import import_original  # noqa: PLC0415
-    from qflux.data.store import write_bytes  # noqa: PLC0415
+    from qflux.files.atomic import write_bytes  # noqa: PLC0415
 
     source = expanded(old)
     target = expanded(output or source.with_name(f"{source.stem}-qflux.yaml"))

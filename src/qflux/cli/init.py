@@ -96,7 +96,7 @@ def wish_of(
 
 def write_config(request: Request, wish: Wish) -> None:
     """Find out what there is, write the config (and a table, if the data are none), and say what was understood."""
-    from qflux.data.store import write_bytes  # noqa: PLC0415
+    from qflux.files.atomic import write_bytes  # noqa: PLC0415
     from qflux.start.layouts import TABLE, discover  # noqa: PLC0415
     from qflux.start.look import look  # noqa: PLC0415
     from qflux.start.machine import this_machine  # noqa: PLC0415
@@ -148,6 +148,6 @@ def write_config(request: Request, wish: Wish) -> None:
 
 def _is_pairs(table: Path) -> bool:
     """Whether a table was written here."""
-    from qflux.data.store import read_lines  # noqa: PLC0415
+    from qflux.files.jsonl import read_lines  # noqa: PLC0415
 
     return "path_target" in next(read_lines(table), {})

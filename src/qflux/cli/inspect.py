@@ -31,10 +31,10 @@ def inspect(
 
     qflux inspect recipes/flux-kontext.yaml --json findings.json
     """
-    from qflux.data.store import write_json  # noqa: PLC0415
-    from qflux.report.inspection import batch_picture, contact_sheet  # noqa: PLC0415
-    from qflux.report.pictures import write_png  # noqa: PLC0415
-    from qflux.report.tables import inspection_tables  # noqa: PLC0415
+    from qflux.cli.tables import inspection_tables  # noqa: PLC0415
+    from qflux.data.lint.pictures import batch_picture, contact_sheet  # noqa: PLC0415
+    from qflux.files.atomic import write_json  # noqa: PLC0415
+    from qflux.pictures.drawing import write_png  # noqa: PLC0415
 
     trainer = trainer_of(one_config(file, config), set_)
     with progress_bar() as bar:

@@ -15,9 +15,9 @@ from qflux.errors import DataError
 
 if TYPE_CHECKING:
     from qflux.adapters.attach import Weighted
-    from qflux.sampling.jobs import JobList
-    from qflux.sampling.predict import Predictor
-    from qflux.training.trainer import Trainer
+    from qflux.commands import Trainer
+    from qflux.sampling.jobs.lists import JobList
+    from qflux.sampling.predictor import Predictor
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -68,7 +68,7 @@ def predict(
         raise DataError("--height and --width go together", "give both or neither.")
     if height is not None and size is not None:
         raise DataError("--size and --height exclude each other", "give one of them.")
-    from qflux.data.geometry import asked_size, possible_size  # noqa: PLC0415
+    from qflux.data.images.sizes import asked_size, possible_size  # noqa: PLC0415
 
     asked = (height, width) if height and width else asked_size(size) if size else None
     if isinstance(asked, tuple):
@@ -78,7 +78,7 @@ def predict(
     settings += [f"predict.guidance_scale={guidance}"] if guidance is not None else []
     settings += [f"predict.seed={seed}"] if seed is not None else []
     settings += [f"predict.size={json.dumps(asked)}"] if asked is not None else []
-    from qflux.sampling.jobs import jobs_of, read_jobs, require_text  # noqa: PLC0415
+    from qflux.sampling.jobs.lists import jobs_of, read_jobs, require_text  # noqa: PLC0415
 
     for text in (prompt, prompt_2, negative_prompt):
         require_text(text, "a prompt")
@@ -111,10 +111,10 @@ def _predict_one(
     output: Path,
     loras: list[Weighted],
 ) -> None:
-    from qflux.data.images import ImageFile, load_rgb  # noqa: PLC0415
-    from qflux.data.store import sweep, write_bytes  # noqa: PLC0415
-    from qflux.sampling.gallery import encoded  # noqa: PLC0415
-    from qflux.sampling.predict import Edit  # noqa: PLC0415
+    from qflux.data.images.decode import ImageFile, load_rgb  # noqa: PLC0415
+    from qflux.files.atomic import sweep, write_bytes  # noqa: PLC0415
+    from qflux.sampling.jobs.gallery import encoded  # noqa: PLC0415
+    from qflux.sampling.predictor import Edit  # noqa: PLC0415
 
     settings = trainer.config.predict
     prompt, prompt_2, negative = prompts
@@ -151,8 +151,8 @@ def _predict_many(
     negative_prompt: str | None,
     loras: list[Weighted],
 ) -> None:
-    from qflux.sampling.job_run import JobRun  # noqa: PLC0415
-    from qflux.training.interrupt import exclusive  # noqa: PLC0415
+    from qflux.files.locks import exclusive  # noqa: PLC0415
+    from qflux.sampling.jobs.run import JobRun  # noqa: PLC0415
 
     output = expanded(output)
     if output.exists() and not output.is_dir():
@@ -182,7 +182,7 @@ def _predict_many(
 def _circumstances(trainer: Trainer, predictor: Predictor, loras: list[Weighted]) -> dict[str, Any]:
     """What an image depends on besides its edit; it is written into the file."""
     from qflux.adapters.files import read_adapter  # noqa: PLC0415
-    from qflux.data.store import file_hash  # noqa: PLC0415
+    from qflux.files.hashing import file_hash  # noqa: PLC0415
     from qflux.models.loading import transformer_identity  # noqa: PLC0415
     from qflux.version import VERSION  # noqa: PLC0415
 
@@ -213,7 +213,7 @@ def weighted(loras: Sequence[Path] | None, scales: Sequence[float] | None) -> li
 
 
 def _image_file(output: Path, images: Sequence[Path]) -> Path:
-    from qflux.sampling.gallery import read_notes  # noqa: PLC0415
+    from qflux.sampling.jobs.gallery import read_notes  # noqa: PLC0415
 
     output = expanded(output)
     if output.suffix.lower() not in SUFFIXES:

@@ -30,7 +30,7 @@ def report(
     """
     from qflux.config import load_config  # noqa: PLC0415
     from qflux.report.page import write_report  # noqa: PLC0415
-    from qflux.report.run_folder import is_run  # noqa: PLC0415
+    from qflux.runs.folder import is_run  # noqa: PLC0415
 
     given = [expanded(run) for run in (*(runs or []), *([config] if config else []))]
     if not given:

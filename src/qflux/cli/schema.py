@@ -22,7 +22,7 @@ def schema(
     qflux schema --output qflux.schema.json
     """
     from qflux.config import schema as described  # noqa: PLC0415
-    from qflux.data.store import write_bytes  # noqa: PLC0415
+    from qflux.files.atomic import write_bytes  # noqa: PLC0415
 
     text = described.reference() if reference else json.dumps(described.json_schema(), indent=2) + "\n"
     if output is None:

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from qflux.errors import ConfigError, DataError, redacted
 
 if TYPE_CHECKING:
-    from qflux.training.trainer import Trainer
+    from qflux.commands import Trainer
 
 console = Console(emoji=False)
 """Results: what a script may want to read."""
@@ -51,7 +51,7 @@ def trainer_of(config: Path, overrides: list[str] | None) -> Trainer:
 
     settings = load_config(config, overrides or [])
     spin_less()
-    from qflux.training.trainer import Trainer  # noqa: PLC0415  (imports torch: bad configs should fail fast)
+    from qflux.commands import Trainer  # noqa: PLC0415  (imports torch: bad configs should fail fast)
 
     return Trainer(settings)
 

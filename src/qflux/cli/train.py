@@ -30,7 +30,7 @@ from qflux.cli.terminal import Overrides, expanded, say, trainer_of
 from qflux.errors import ConfigError
 
 if TYPE_CHECKING:
-    from qflux.training.trainer import Trainer
+    from qflux.commands import Trainer
 
 
 def train(
@@ -118,8 +118,8 @@ def _go_on(config: Path, data: Path, options: dict[str, Any]) -> None:
 
 def _changed(config: Path, data: Path, options: dict[str, Any]) -> str:
     """What is in the folder now and not in the table that was written for it, and the other way round."""
-    from qflux.data.store import read_lines  # noqa: PLC0415
     from qflux.errors import DataError  # noqa: PLC0415
+    from qflux.files.jsonl import read_lines  # noqa: PLC0415
     from qflux.start.layouts import TABLE, Wish, discover  # noqa: PLC0415
 
     table = config.with_name(f"{config.stem}{TABLE}")

@@ -15,8 +15,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qflux.data.cache import EmbeddingCacheManager
-    from qflux.data.geometry import ImageProcessor
+    from qflux.cache.cache import EmbeddingCacheManager
+    from qflux.data.images.sizes import ImageProcessor
     from qflux.data.plan import EpochPlan
 
 __all__ = ["EmbeddingCacheManager", "EpochPlan", "ImageProcessor"]

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qflux.config import Config
-from qflux.data.store import seed_of
 from qflux.errors import DataError
+from qflux.files.hashing import seed_of
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from qflux.data.folder import CONTROLS, TARGETS
+from qflux.data.sources.folder import CONTROLS, TARGETS
 
 SIZES = ((192, 192), (256, 144), (144, 256), (224, 160), (128, 128), (320, 128), (176, 208), (256, 256))
 """(width, height) of the scenes."""

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qflux.data.folder import CONTROLS, TARGETS
-from qflux.data.pixels import to_image
+from qflux.data.images.pixels import to_image
+from qflux.data.sources.folder import CONTROLS, TARGETS
 from qflux.demo.instructions import SIZES, SMALL_SIZES, TO_LIT_NIGHT, TO_NIGHT
 from qflux.demo.scenes import COLOURS, dimmed, draw_scene, render, render_night, swatch
-from qflux.report.pictures import write_png
+from qflux.pictures.drawing import write_png
 
 
 def write_night_set(root: Path, count: int, seed: int) -> None:

@@ -20,20 +20,20 @@ import numpy as np
 from PIL import Image
 
 from qflux.adapters.attach import Weighted
+from qflux.cache.build import Listener as CacheListener
+from qflux.commands import Trainer
 from qflux.config import Config, load_config
-from qflux.data.images import load_rgb
+from qflux.data.images.decode import load_rgb
+from qflux.data.lint.pictures import sample_tokens
 from qflux.demo.data import write_data_set
 from qflux.demo.night import write_night_set
 from qflux.errors import ConfigError
 from qflux.models import get_family, shipped
 from qflux.models.loading import save_checkpoint
-from qflux.report.inspection import sample_tokens
-from qflux.report.pictures import GridRow, batch_layout, edit_grid, loss_curves, write_png
-from qflux.sampling.predict import Edit, Predictor
+from qflux.pictures.drawing import GridRow, batch_layout, edit_grid, loss_curves, write_png
+from qflux.runs.metrics import StepReport
+from qflux.sampling.predictor import Edit, Predictor
 from qflux.training.encode import PlannedSample
-from qflux.training.fill import Listener as CacheListener
-from qflux.training.metrics import StepReport
-from qflux.training.trainer import Trainer
 
 SAMPLES = 152
 SHOWN = 4

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qflux.config import LossSettings, TimestepSettings
-from qflux.data.store import seed_of
+from qflux.files.hashing import seed_of
 
 LEAST_SIGMA = 1e-3
 """Below this a weight of sigma^-2 grows no further; it is the lowest noise level of a schedule of 1000 steps."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qflux.config import Config
 from qflux.data.encoded import Prompt, TextEmbedding, TextLimit
-from qflux.data.geometry import Transform
+from qflux.data.images.sizes import Transform
 from qflux.errors import ConfigError, DataError
 from qflux.ragged.layout import PackedLayout, PaddedLayout, RaggedLayout
 from qflux.ragged.shapes import ImageShape

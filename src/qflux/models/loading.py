@@ -12,9 +12,10 @@ import torch
 from huggingface_hub import snapshot_download
 
 from qflux.config import ModelSettings
-from qflux.data.store import key_of, write_json
 from qflux.errors import CheckpointError
-from qflux.models.quantization import quantization_config
+from qflux.files.atomic import write_json
+from qflux.files.hashing import key_of
+from qflux.models.precision import quantization_config
 from qflux.models.shipped import local_folder
 
 _END = 1 << 20

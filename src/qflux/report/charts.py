@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from qflux.report.axis import FEW, Axis, label, ticks
+from qflux.pictures.axis import FEW, Axis, label, ticks
 from qflux.report.markup import Html, tag
 
 COLOURS = ("#ea580c", "#2563eb", "#059669", "#9333ea", "#b45309", "#0891b2")

@@ -15,11 +15,11 @@ from typing import Any
 import yaml
 from PIL import Image
 
-from qflux.data.store import write_bytes
-from qflux.report.axis import Axis, falls_far
+from qflux.files.atomic import write_bytes
+from qflux.pictures.axis import Axis, falls_far
 from qflux.report.charts import COLOURS, Line, bars, line_chart, smoothed
 from qflux.report.markup import Html, facts, join, table, tag
-from qflux.report.run_folder import EditHistory, RunFolder
+from qflux.runs.folder import EditHistory, RunFolder
 
 MOST_EDITS, MOST_STEPS, SIDE = 8, 8, 448
 """Edits in a report, pictures of each, and their longer side: a report stays small enough to be sent around."""

@@ -12,12 +12,12 @@ from PIL import Image
 
 from qflux.config import STEP, ProcessorSettings
 from qflux.data.encoded import Prompt
-from qflux.data.geometry import AskedSize, ImageProcessor, Size, Transform, possible_size
-from qflux.data.images import to_rgb
-from qflux.data.pixels import to_pixels
+from qflux.data.images.decode import to_rgb
+from qflux.data.images.pixels import to_pixels
+from qflux.data.images.sizes import AskedSize, ImageProcessor, Size, Transform, possible_size
 from qflux.errors import DataError
 from qflux.models.family import Encoder, Family
-from qflux.ragged.patches import pack
+from qflux.models.patches import pack
 from qflux.ragged.shapes import image_tokens, token_shape
 from qflux.sampling.sampler import Prepared
 

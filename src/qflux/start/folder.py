@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qflux.data.images import SUFFIXES, shown
-from qflux.data.tables import SUFFIXES as TABLES
+from qflux.data.images.decode import SUFFIXES, shown
+from qflux.data.sources.tables import SUFFIXES as TABLES
 from qflux.errors import DataError
 
 TABLE = ".pairs.jsonl"

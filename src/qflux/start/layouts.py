@@ -17,8 +17,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from qflux.data.folder import CONTROLS, TARGETS
-from qflux.data.tables import current_folder
+from qflux.data.sources.folder import CONTROLS, TARGETS
+from qflux.data.sources.tables import current_folder
 from qflux.errors import DataError
 from qflux.start.folder import DOCS, TABLE, Discovered, Folder, Group, Wish, require_name, tree, walk
 from qflux.start.pairs import by_parts

@@ -12,10 +12,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from qflux.config import load_config
-from qflux.data.examples import Fault
-from qflux.data.geometry import Transform
-from qflux.data.index import FileIndex
-from qflux.data.samples import Progress, SizedExample, gather
+from qflux.data.dataset import Progress, SizedExample, gather
+from qflux.data.images.index import FileIndex
+from qflux.data.images.sizes import Transform
+from qflux.data.sources.listing import Fault
 from qflux.errors import DataError
 from qflux.start.presets import FAMILIES
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qflux.data.folder import TARGETS
+from qflux.data.sources.folder import TARGETS
 from qflux.start.folder import Discovered, Folder, Group, Wish
 from qflux.start.rows import as_table, described, name_of, note_alone
 from qflux.start.words import Part, part_of, split_name

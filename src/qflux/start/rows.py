@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from qflux.data.images import shown
+from qflux.data.images.decode import shown
 from qflux.errors import DataError
 from qflux.start.folder import DOCS, Discovered, Folder, Group, Wish, require_name, tree
 from qflux.start.words import split_name

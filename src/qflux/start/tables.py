@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qflux.data.images import SUFFIXES
-from qflux.data.tables import RawTable, read_rows
+from qflux.data.images.decode import SUFFIXES
+from qflux.data.sources.tables import RawTable, read_rows
 from qflux.errors import DataError
 from qflux.start.folder import DOCS, Discovered, Wish
 from qflux.start.words import WORDS, Role, part_of, words

@@ -29,12 +29,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from qflux.data.plan import TrainingPlan
-from qflux.data.store import file_hash, sync_folder, write_json
-from qflux.data.tensor_files import write_tensors
 from qflux.errors import CheckpointError
+from qflux.files.atomic import sync_folder, write_json, write_tensors
+from qflux.files.hashing import file_hash
 from qflux.training.distributed import World, copy_, whole
-from qflux.training.optimizer_state import flatten_optimizer, plain, restore_optimizer
-from qflux.training.update import Update
+from qflux.training.optimizer.state import flatten_optimizer, plain, restore_optimizer
+from qflux.training.optimizer.step import Update
 
 logger = logging.getLogger(__name__)
 

@@ -13,20 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qflux.cache.cache import RECACHE, EmbeddingCacheManager, Manifest, SampleKeys
+from qflux.cache.stored import StoredSample
+from qflux.cache.tensor_file import VERSION
 from qflux.config import Config
-from qflux.data.cache import RECACHE, EmbeddingCacheManager, Manifest, SampleKeys
+from qflux.data.dataset import Progress, SizedExample, gather, require_usable
 from qflux.data.encoded import WHOLE, EncodedExample, Prompt, TextEmbedding, Variant
-from qflux.data.entries import VERSION
-from qflux.data.examples import Fault
-from qflux.data.images import load_mask, load_rgb
-from qflux.data.pixels import to_pixels
-from qflux.data.samples import Progress, SizedExample, gather, require_usable
-from qflux.data.store import key_of
-from qflux.data.stored import StoredSample
+from qflux.data.images.decode import load_mask, load_rgb
+from qflux.data.images.pixels import to_pixels
+from qflux.data.sources.listing import Fault
 from qflux.errors import CacheError, CheckpointError, DataError, collected, redacted
+from qflux.files.hashing import key_of
 from qflux.models.family import Encoder, Family, text_limit
 from qflux.models.loading import checkpoint_folder, identity
-from qflux.ragged.patches import mask_to_tokens
+from qflux.models.patches import mask_to_tokens
 
 
 @dataclass(frozen=True)

@@ -23,22 +23,22 @@ from torch import Tensor
 from qflux.config import Config
 from qflux.data.batch import EditBatch
 from qflux.data.encoded import WHOLE, EncodedExample, TextEmbedding, Variant
-from qflux.data.images import ImageFile, load_rgb
-from qflux.data.loader import read_ahead
-from qflux.data.pixels import to_image
-from qflux.data.store import key_of, seed_of
+from qflux.data.images.decode import ImageFile, load_rgb
+from qflux.data.images.pixels import to_image
+from qflux.data.lint.alignment import Drift, drift_between
+from qflux.data.reader import read_ahead
 from qflux.errors import DataError
+from qflux.files.hashing import key_of, seed_of
 from qflux.losses.mse import MseLoss
 from qflux.losses.timesteps import NoiseLevels, NoiseShift
 from qflux.models.family import Encoder
 from qflux.ragged.shapes import ImageShape
 from qflux.ragged.transfer import upload
-from qflux.sampling.drift import Drift, drift_between
 from qflux.sampling.prepare import Edit, Preparer
 from qflux.sampling.sampler import Prepared, Sampler
+from qflux.training.batches import Provider, read_named
 from qflux.training.distributed import World
 from qflux.training.encode import PlannedSample, TrainingSample
-from qflux.training.feed import Provider, read_named
 from qflux.training.model import TrainedModel
 
 NO_CAPTION = Variant(caption=False)

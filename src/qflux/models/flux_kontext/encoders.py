@@ -14,7 +14,7 @@ from torch import Tensor
 from qflux.data.encoded import Prompt, TextEmbedding, TextLimit
 from qflux.models.family import TextCount, TextCounter
 from qflux.models.flux_kontext.components import FluxKontextComponents
-from qflux.ragged.patches import pack, unpack
+from qflux.models.patches import pack, unpack
 from qflux.ragged.shapes import ImageShape
 
 

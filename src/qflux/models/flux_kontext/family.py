@@ -10,7 +10,7 @@ from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
-from qflux.data.geometry import KONTEXT_SIZES, Transform, closest_aspect
+from qflux.data.images.sizes import KONTEXT_SIZES, Transform, closest_aspect
 from qflux.models.family import Defaults, Family, ModelInputs
 from qflux.models.flux_kontext.components import FluxKontextComponents
 from qflux.models.flux_kontext.encoders import FluxKontextEncoder, text_counter

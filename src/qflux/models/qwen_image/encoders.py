@@ -12,9 +12,9 @@ from torch import Tensor
 
 from qflux.data.encoded import Prompt, TextEmbedding, TextLimit
 from qflux.models.family import TextCount, TextCounter
+from qflux.models.patches import pack, unpack
 from qflux.models.qwen_image.components import QwenImageComponents
 from qflux.models.qwen_image.prompts import PromptProcessor, Template, split_valid
-from qflux.ragged.patches import pack, unpack
 from qflux.ragged.shapes import ImageShape
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from qflux.data.geometry import Transform
+from qflux.data.images.sizes import Transform
 from qflux.models.family import Defaults, Family, ModelInputs, PromptView
 from qflux.models.loading import checkpoint_folder, load_other, load_part
 from qflux.models.qwen_image.components import QwenImageComponents

@@ -1,0 +1,149 @@
+"""A folder of samples:
+
+training_images/<base>.png            the target
+training_images/<base>.txt            the prompt
+control_images/<base>.png             the first control, aligned with the target
+control_images/<base>_control_1.png   further controls, counted from 1
+…_images/<base>_mask.png              the edited region, white; in either folder
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from qflux.data.images.decode import SUFFIXES, ImageFile, shown
+from qflux.data.sources.listing import EditExample, Listing
+from qflux.data.sources.tables import current_folder, note_controls
+from qflux.errors import DataError
+
+TARGETS, CONTROLS = "training_images", "control_images"
+
+
+def read_folder(root: Path) -> Listing:
+    """All samples of a folder, sorted by name, and everything that is wrong with it."""
+    targets_dir, controls_dir = root / TARGETS, root / CONTROLS
+    if not targets_dir.is_dir():
+        raise DataError(
+            f"no folder {targets_dir}{current_folder(root)}",
+            f"a data folder holds {TARGETS}/ (and {CONTROLS}/ for edits).",
+        )
+    listing = Listing(shown(root))
+    unclear: set[str] = set()
+    """Targets of which it can't be told what belongs to them; they are left out."""
+    listed = _by_stem(targets_dir, listing, unclear)
+    beside = _by_stem(controls_dir, listing, unclear) if controls_dir.is_dir() else {}
+    if not controls_dir.is_dir():
+        listing.notes.append(f"there is no folder {shown(controls_dir)}: the samples have no control images")
+    targets = {stem: path for stem, path in listed.items() if _mask_base(stem, listed) is None}
+    masks = _masks(targets, [*listed.values(), *beside.values()], listing, unclear)
+    controls = _controls(targets, beside, listing, unclear)
+    prompts = {file.stem: file for file in _files(targets_dir) if file.suffix.lower() == ".txt"}
+    for base in sorted(prompts.keys() - targets.keys()):
+        listing.fault(shown(prompts[base]), "a prompt without an image")
+
+    for base, target in sorted(targets.items()):
+        prompt = _prompt(base, target, prompts, listing)
+        if prompt is None or base in unclear:
+            continue
+        mask = ImageFile(masks[base]) if base in masks else None
+        images = tuple(map(ImageFile, controls.get(base, ())))
+        listing.examples.append(EditExample(shown(base), ImageFile(target), prompt, images, mask))
+    if controls:
+        note_controls(listing)
+    return listing
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    """All files, and links that lead nowhere: those are found out when the image is read."""
+    return (f for f in sorted(folder.iterdir()) if (f.is_file() or f.is_symlink()) and not f.name.startswith("."))
+
+
+def _by_stem(folder: Path, listing: Listing, unclear: set[str]) -> dict[str, Path]:
+    """Images by file name without suffix; two images of one name are ambiguous."""
+    images: dict[str, Path] = {}
+    ignored = [f"{path.name}/" for path in sorted(folder.iterdir()) if path.is_dir()]
+    for file in _files(folder):
+        if file.is_dir():
+            continue
+        if file.suffix.lower() not in SUFFIXES:
+            ignored += [] if file.suffix.lower() == ".txt" and folder.name == TARGETS else [file.name]
+        elif file.stem in images:
+            listing.fault(shown(file), f"a second image named {file.stem!r} beside {images[file.stem].name}")
+            unclear.add(_owner(file.stem))
+        else:
+            images[file.stem] = file
+    if ignored:
+        names = ", ".join(map(shown, ignored[:5]))
+        listing.notes.append(f"{shown(folder)}: {len(ignored)} entries are no images and are not used: {names}")
+    return images
+
+
+def _mask_base(stem: str, targets: Iterable[str]) -> str | None:
+    """The target that an image named `stem` is the mask of, if any."""
+    base = stem.removesuffix("_mask")
+    return base if base != stem and base in targets else None
+
+
+def _owner(stem: str) -> str:
+    """The name of the target that a control, a mask or a target of this name would belong to."""
+    return re.sub(r"_control_\d+$|_mask$", "", stem)
+
+
+def _masks(targets: dict[str, Path], images: list[Path], listing: Listing, unclear: set[str]) -> dict[str, Path]:
+    masks: dict[str, Path] = {}
+    for path in images:
+        base = _mask_base(path.stem, targets)
+        if base in masks:
+            listing.fault(shown(path), f"a second mask of {base!r} beside {shown(masks[base])}")
+            unclear.add(base)
+        elif base is not None:
+            masks[base] = path
+    return masks
+
+
+def _controls(
+    targets: dict[str, Path], beside: dict[str, Path], listing: Listing, unclear: set[str]
+) -> dict[str, tuple[Path, ...]]:
+    """The controls of each target."""
+    by_casefold = {base.casefold(): base for base in targets}
+    numbered: dict[str, dict[int, Path]] = {}
+    for stem, path in beside.items():
+        further = re.fullmatch(r"(.+)_control_([1-9]\d*)", stem, re.DOTALL)
+        if stem in targets:
+            numbered.setdefault(stem, {})[0] = path
+        elif further and further[1] in targets:
+            numbered.setdefault(further[1], {})[int(further[2])] = path
+        elif _mask_base(stem, targets) is None:
+            listing.fault(shown(path), f"no target of that name in {TARGETS}/")
+            meant = by_casefold.get(_owner(stem).casefold())
+            unclear |= {meant} if meant else set()
+    controls = {}
+    for base, by_number in numbered.items():
+        last = by_number[max(by_number)]
+        for number in sorted(set(range(len(by_number))) - set(by_number)):
+            expected = f"{base}_control_{number}.*" if number else f"{base}.*"
+            listing.fault(shown(last), f"control {number} is missing ({CONTROLS}/{shown(expected)})")
+            unclear.add(base)
+        controls[base] = tuple(by_number[number] for number in sorted(by_number))
+    return controls
+
+
+def _prompt(base: str, target: Path, prompts: dict[str, Path], listing: Listing) -> str | None:
+    if base not in prompts:
+        listing.fault(shown(target), f"no prompt {shown(base)}.txt beside it")
+        return None
+    file = prompts[base]
+    try:
+        prompt = file.read_text(encoding="utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        listing.fault(shown(file), f"not UTF-8 text ({error.reason} at byte {error.start})")
+        return None
+    except OSError as error:
+        listing.fault(shown(file), f"can't be read: {error.strerror}")
+        return None
+    if not prompt:
+        listing.fault(shown(file), "the prompt is empty")
+        return None
+    return prompt

@@ -1,0 +1,248 @@
+"""Samples listed in a table, one row each: CSV with any separator, JSON lines, or a JSON list."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from qflux.config import CsvSource, JsonlSource, Section, TableColumns
+from qflux.data.images.decode import ImageFile, shown
+from qflux.data.sources.listing import EditExample, Listing
+from qflux.errors import DataError
+
+Row = tuple[int, Mapping[str, object]]
+"""The number of a row (its line in a file of lines), and its values."""
+
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json")
+_SEPARATORS = ",;\t|"
+
+
+@dataclass
+class RawTable:
+    """The rows of a file as they stand there."""
+
+    path: Path
+    columns: list[str]
+    rows: list[Row]
+    faults: list[tuple[int, str]] = field(default_factory=list)
+    """Rows that can't be read, and why."""
+
+
+def read_rows(path: Path) -> RawTable:
+    """The rows of a table of any kind; an error if it is none."""
+    if not path.is_file():
+        raise DataError(f"no file {path}{current_folder(path)}", "check the path of the source.")
+    try:
+        if path.suffix.lower() in (".csv", ".tsv"):
+            return _csv(path)
+        return _json(path) if path.suffix.lower() == ".json" else _json_lines(path)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}", "save it as UTF-8.") from None
+    except csv.Error as error:
+        raise DataError(f"{path} is not a valid CSV table: {error}", "check its quotes, and that it is one.") from None
+
+
+def read_table(settings: CsvSource | JsonlSource) -> Listing:
+    """All samples of a table in its order, and what is wrong with the others."""
+    table = read_rows(settings.path)
+    listing = Listing(shown(settings.path))
+    for number, problem in table.faults:
+        listing.fault(_place(settings.path, number), problem)
+    if table.columns:
+        needed = ("target", "prompt", *(("controls",) if settings.columns.controls else ()))
+        require_columns(shown(settings.path), table.columns, settings.columns, needed)
+    root = settings.root or settings.path.parent
+    for number, values in table.rows:
+        example = _example(_place(settings.path, number), values, root, settings.columns, listing)
+        if example is not None:
+            listing.examples.append(example)
+    listing.examples = told_apart(listing.examples)
+    note_controls(listing)
+    return listing
+
+
+def require_columns(name: str, present: Sequence[str], columns: Section, needed: Sequence[str]) -> None:
+    """An error for a column that is needed, or was asked for, or is there under almost its name."""
+    taken = {other for _, value in columns for other in _listed(value)}
+    for role, value in columns:
+        for column in _listed(value):
+            if column in present:
+                continue
+            near = difflib.get_close_matches(column, present, n=1, cutoff=0.85)
+            suspect = near and near[0] not in taken
+            if role in needed or role in columns.model_fields_set or suspect:
+                hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(present)}."
+                raise DataError(
+                    f"{name} has no column {column!r}", f"{hint} Set columns.{role} of the source to map it."
+                )
+
+
+def _listed(value: Any) -> list[str]:
+    """One column or several, or none, as a list."""
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
+
+
+def current_folder(path: Path) -> str:
+    """Where a path was looked for, if that depends on where one stands."""
+    return "" if path.is_absolute() else f" (looked for in {Path.cwd()})"
+
+
+def is_text(value: str) -> bool:
+    """It can be written as UTF-8; JSON can say things that can't."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def note_controls(listing: Listing) -> None:
+    """Say how many samples have no control image, if some or all have none."""
+    without = [example.name for example in listing.examples if not example.controls]
+    if without:
+        names = ", ".join(without[:10])
+        listing.notes.append(f"{len(without)} of {len(listing.examples)} samples have no control image: {names}")
+
+
+def _place(path: Path, line: int) -> str:
+    """A row in messages; two tables often have one name."""
+    return shown(f"{path.parent.name}/{path.name}:{line}" if path.parent.name else f"{path.name}:{line}")
+
+
+def _csv(path: Path) -> RawTable:
+    csv.field_size_limit(1 << 24)
+    separator = _separator(path)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True, delimiter=separator)
+        table = RawTable(path, list(reader.fieldnames or []), [])
+        twice = sorted({name for name in table.columns if table.columns.count(name) > 1})
+        if twice:
+            raise DataError(f"{path} has the column {twice[0]!r} twice", "rename one of them.")
+        start = reader.line_num + 1
+        for row in reader:
+            if None in row:
+                mark = {",": "comma", ";": "semicolon", "\t": "tab"}.get(separator, separator)
+                problem = f"more values than columns ({row[None]!r}); a text with a {mark} needs quotes"
+                table.faults.append((start, problem))
+            else:
+                table.rows.append((start, row))
+            start = reader.line_num + 1
+    return table
+
+
+def _separator(path: Path) -> str:
+    """Whatever splits the header into the most names; a comma if nothing does."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        header = file.readline()
+    return max(_SEPARATORS, key=lambda mark: (len(next(csv.reader([header], delimiter=mark), [])), mark == ","))
+
+
+def _json_lines(path: Path) -> RawTable:
+    table = RawTable(path, [], [])
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                _add(table, number, json.loads(line))
+            except (ValueError, RecursionError) as error:
+                table.faults.append((number, f"not valid JSON: {error}"))
+    table.columns = sorted({key for _, values in table.rows for key in values})
+    return table
+
+
+def _json(path: Path) -> RawTable:
+    """A JSON list of objects, which may stand in an object under any name."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not valid JSON: {error}", "save it again.") from None
+    if isinstance(value, dict):
+        lists = [item for item in value.values() if isinstance(item, list)]
+        value = lists[0] if len(lists) == 1 else value
+    if not isinstance(value, list):
+        raise DataError(f"{path} holds no list of samples", "a JSON table is a list of objects.")
+    table = RawTable(path, [], [])
+    for number, item in enumerate(value, start=1):
+        _add(table, number, item)
+    table.columns = sorted({key for _, values in table.rows for key in values})
+    return table
+
+
+def _add(table: RawTable, number: int, value: Any) -> None:
+    if isinstance(value, dict):
+        table.rows.append((number, value))
+    else:
+        table.faults.append((number, f"a {type(value).__name__}, not an object with fields"))
+
+
+def _example(
+    place: str, values: Mapping[str, object], root: Path, columns: TableColumns, listing: Listing
+) -> EditExample | None:
+    """One row as a sample; an absent value is an empty string, a missing field or null."""
+    fields = {key: value for key, value in values.items() if value not in (None, "", [])}
+    for key in (columns.target, columns.prompt, columns.mask):
+        if not isinstance(fields.get(key, ""), str):
+            listing.fault(place, f"{key} is {fields[key]!r}, not text")
+            return None
+    if columns.target not in fields:
+        listing.fault(place, f"{columns.target} is empty")
+        return None
+    prompt = str(fields.get(columns.prompt, "")).strip()
+    if not is_text(prompt):
+        listing.fault(place, f"{columns.prompt} holds half a character (a lone surrogate)")
+        return None
+    if not prompt:
+        listing.fault(place, f"{columns.prompt} is empty")
+        return None
+    try:
+        controls = tuple(ImageFile(root / path) for path in _controls(fields, columns))
+    except ValueError as error:
+        listing.fault(place, str(error))
+        return None
+    target = root / str(fields[columns.target])
+    mask = ImageFile(root / str(fields[columns.mask])) if columns.mask in fields else None
+    name = shown(os.path.relpath(target, root))
+    return EditExample(name, ImageFile(target), prompt, controls, mask, place=place)
+
+
+def _controls(fields: Mapping[str, object], columns: TableColumns) -> Iterator[str]:
+    """The paths of a row's control images, the image to edit first; a `ValueError` says what is wrong with them."""
+    if columns.controls:
+        keys: dict[int, str] = dict(enumerate(columns.controls))
+    else:
+        keys = {number: key for key in fields if (number := _number(key, columns))} | {0: columns.control}
+    found = {number: fields[key] for number, key in sorted(keys.items()) if key in fields}
+    last = max(found, default=0)
+    for number in range(last + 1):
+        name = keys.get(number, f"{columns.control}_{number}")
+        if found and number not in found:
+            raise ValueError(f"{name} is empty, but {keys[last]} is not")
+        value = found.get(number, [])
+        paths = [value] if isinstance(value, str) else value
+        if not isinstance(paths, list) or not all(isinstance(path, str) and path for path in paths):
+            raise ValueError(f"{name} is {value!r}, not text")
+        yield from paths
+
+
+def _number(key: str, columns: TableColumns) -> int | None:
+    """The number of a further control's column, if it is one."""
+    match = re.fullmatch(re.escape(columns.control) + r"_([1-9]\d{0,3})", key)
+    return int(match[1]) if match else None
+
+
+def told_apart(examples: list[EditExample]) -> list[EditExample]:
+    """Samples are called by their target; where several rows have one target, their places tell them apart."""
+    counts = Counter(example.name for example in examples)
+    return [
+        replace(example, name=f"{example.name} ({example.place})") if counts[example.name] > 1 else example
+        for example in examples
+    ]

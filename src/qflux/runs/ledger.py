@@ -1,0 +1,105 @@
+"""`ledger.jsonl`: which samples trained in which step of which epoch, and what was left out, and why.
+
+{"kind": "sample", "id": …, "name": …, "source": …, "rate": …, "images": [[width, height], …]}     once per sample
+{"kind": "skipped", "what": …, "source": …, "reason": …}           what the data holds and the run does not use
+{"kind": "step", "step": 12, "epoch": 0, "samples": [id, …]}       all ranks together
+{"kind": "left out", "step": 13, …}                                 the same, but its loss was no number
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qflux.files.jsonl import append_line, read_lines
+from qflux.files.atomic import write_bytes
+
+if TYPE_CHECKING:  # reports read ledgers, and should not wait for torch
+    from qflux.data.sources.listing import Fault
+    from qflux.data.plan import PlannedStep
+    from qflux.training.encode import TrainingSample
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What a ledger adds up to."""
+
+    samples: int
+    trained: int
+    """Samples that trained at least once."""
+    visits: int
+    epochs: int
+    """Epochs begun."""
+    skipped: tuple[str, ...]
+
+    def __str__(self) -> str:
+        text = f"{self.trained} of {self.samples} samples trained, {self.visits} visits in {self.epochs} epochs"
+        return text + (f", {len(self.skipped)} skipped" if self.skipped else "")
+
+
+class Ledger:
+    """Written as the run goes. A resumed run first drops the lines of steps it is about to do again."""
+
+    def __init__(
+        self, path: Path, samples: Sequence[TrainingSample], skipped: Iterable[Fault], steps_done: int = 0
+    ) -> None:
+        self._path = path
+        self._ids = [sample.id for sample in samples]
+        head = [_sample(sample) for sample in samples]
+        head += [_skipped(fault) for fault in skipped]
+        done = [line for line in read_ledger(path) if _is_step(line) and line["step"] <= steps_done]
+        write_bytes(path, "".join(json.dumps(line) + "\n" for line in [*head, *done]).encode())
+
+    def record(self, number: int, step: PlannedStep, left_out: bool = False) -> None:
+        """Step `number`, counted from 1, is done; or it was left out, because its loss was no number."""
+        ids = [self._ids[visit.sample] for visit in step.visits]
+        line = {"kind": "left out" if left_out else "step", "step": number, "epoch": step.epoch, "samples": ids}
+        append_line(self._path, line)
+
+
+def coverage(path: Path) -> Coverage:
+    """The sum of a ledger."""
+    samples, skipped, epochs = set(), [], set()
+    visits: Counter[str] = Counter()
+    for line in read_ledger(path):
+        if line["kind"] == "sample":
+            samples.add(str(line.get("id")))
+        elif line["kind"] == "skipped":
+            skipped.append(f"{line.get('what')}: {line.get('reason')}")
+        elif line["kind"] == "step" and _is_step(line):
+            visits.update(map(str, line["samples"]))
+            epochs.add(line["epoch"])
+    trained = len(samples & visits.keys())  # samples that are gone by now may have trained too
+    return Coverage(len(samples), trained, visits.total(), len(epochs), tuple(skipped))
+
+
+def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a ledger; a torn one, which a kill can leave at the end, is left out."""
+    return (line for line in read_lines(path) if "kind" in line)
+
+
+def _is_step(line: dict[str, Any]) -> bool:
+    """A line about a step, and not a foreign one."""
+    kinds = isinstance(line.get("step"), int), isinstance(line.get("samples"), list), isinstance(line.get("epoch"), int)
+    return line.get("kind") in ("step", "left out") and all(kinds)
+
+
+def _skipped(fault: Fault) -> dict[str, Any]:
+    return {"kind": "skipped", "what": fault.what, "source": fault.source, "reason": fault.problem}
+
+
+def _sample(sample: TrainingSample) -> dict[str, Any]:
+    example = sample.example
+    return {
+        "kind": "sample",
+        "id": sample.id,
+        "name": example.name,
+        "source": example.source,
+        "target": str(example.target),
+        "rate": example.rate,
+        "images": [[16 * columns, 16 * rows] for _, rows, columns in sample.img_shapes],
+    }

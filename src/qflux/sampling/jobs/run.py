@@ -1,0 +1,198 @@
+"""Doing a list of jobs: batches by token budget, each image made once, bad jobs named and left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from qflux.config.training import PredictSettings
+from qflux.data.images.decode import ImageFile, load_rgb, read_facts
+from qflux.errors import DataError, QfluxError
+from qflux.files.atomic import write_bytes
+from qflux.files.hashing import key_of
+from qflux.pictures.drawing import GridRow, edit_grid
+from qflux.sampling.jobs.gallery import Gallery, encoded, read_notes
+from qflux.sampling.jobs.lists import SHEET, Job
+from qflux.sampling.predictor import Edit, Predictor
+from qflux.sampling.sampler import Prepared
+
+SHEET_JOBS = 8
+"""Jobs on the contact sheet; their images before the adapters are made too."""
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass
+class JobsReport:
+    """What became of a list."""
+
+    made: list[Path] = field(default_factory=list)
+    kept: list[Path] = field(default_factory=list)
+    """Those that were there already."""
+    problems: list[str] = field(default_factory=list)
+    sheet: Path | None = None
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A job that can be done, as far as can be told before its images are decoded."""
+
+    job: Job
+    seed: int
+    key: str
+    tokens: int
+    is_there: bool
+    """Its image was made already."""
+
+
+class JobRun:
+    """A predictor, a place for images, and what they depend on besides the jobs."""
+
+    def __init__(
+        self, predictor: Predictor, folder: Path, circumstances: dict[str, Any], settings: PredictSettings
+    ) -> None:
+        """`circumstances` are written into every image: the model, the adapters with their weights."""
+        self._predictor = predictor
+        self._gallery = Gallery(folder)
+        self._circumstances = circumstances | predictor.settings()
+        self._seed = settings.seed
+        self._max_tokens = settings.max_tokens
+        self._batch_size = settings.batch_size
+        self._size = settings.size
+
+    def __call__(self, jobs: Sequence[Job], negative_prompt: str | None, progress: Progress) -> JobsReport:
+        """Make every image that is not there yet."""
+        report = JobsReport()
+        sheet = self._gallery.path(SHEET)
+        if sheet.exists() and not read_notes(sheet):
+            raise DataError(f"{sheet} is there already, and was not made by qflux", "choose another --output.")
+        checked = [found for job in jobs if (found := self._check(job, negative_prompt, report)) is not None]
+        done = 0
+        for batch in self._batches(checked):
+            missing = [item for item in batch if not item.is_there]
+            report.kept += [self._gallery.path(item.job.name) for item in batch if item not in missing]
+            if missing:
+                made = self._make(batch, missing, report, lambda note, done=done: progress(done, len(checked), note))  # type: ignore[misc]
+                wanted = {item.job.name for item in missing}
+                images = {name: content for name, content in made.items() if name in wanted}
+                if images:
+                    self._gallery.add(key_of([item.key for item in batch])[:16], images)
+                report.made += [self._gallery.path(name) for name in images]
+            done += len(batch)
+            progress(done, len(checked), "images")
+        report.sheet = self._sheet([item for item in checked if self._gallery.path(item.job.name).exists()])
+        return report
+
+    def _check(self, job: Job, negative_prompt: str | None, report: JobsReport) -> _Checked | None:
+        job = job if job.size is not None else replace(job, size=self._size)
+        try:
+            facts = [read_facts(ImageFile(path)) for path in job.images]
+            tokens = self._predictor.prepare.tokens([fact.size for fact in facts], job.size)
+        except QfluxError as error:
+            report.problems.append(f"{job.name}: {error.problem}")
+            return None
+        seed = self._seed if job.seed is None else job.seed
+        job = job if job.negative_prompt is not None else replace(job, negative_prompt=negative_prompt)
+        content: list[Any] = [
+            job.prompt,
+            job.prompt_2,
+            job.negative_prompt,
+            seed,
+            job.size,
+            [fact.hash for fact in facts],
+        ]
+        key = key_of("edit", content, self._circumstances)
+        try:
+            return _Checked(job, seed, key, tokens, self._gallery.has(job.name, key))
+        except DataError as error:
+            report.problems.append(f"{job.name}: {error.problem}; {error.remedy}")
+            return None
+
+    def _batches(self, checked: Sequence[_Checked]) -> list[list[_Checked]]:
+        """In the order of the list, as many as fit: the same batches whatever is done already."""
+        batches: list[list[_Checked]] = []
+        room = 0
+        for item in checked:
+            full = bool(batches) and len(batches[-1]) == self._batch_size
+            if item.tokens > room or full or not batches:
+                batches.append([])
+                room = self._max_tokens
+            batches[-1].append(item)
+            room -= item.tokens
+        return batches
+
+    def _make(
+        self, batch: Sequence[_Checked], missing: Sequence[_Checked], report: JobsReport, step: Callable[[str], None]
+    ) -> dict[str, tuple[Image.Image, dict[str, Any]]]:
+        prepared: dict[str, Prepared] = {}
+        items: dict[str, _Checked] = {}
+        for item in batch:
+            try:
+                prepared[item.job.name] = self._predictor.prepare(self._edit(item))
+                items[item.job.name] = item
+            except QfluxError as error:
+                report.problems.append(f"{item.job.name}: {error.problem}")
+        if not any(item.job.name in prepared for item in missing):
+            return {}
+        images = self._predictor.draw(
+            list(prepared.values()), on_step=lambda done, total: step(f"step {done}/{total} of {len(prepared)} images")
+        )
+        return {name: (image, self._notes(items[name], image)) for name, image in zip(prepared, images, strict=True)}
+
+    def _edit(self, item: _Checked) -> Edit:
+        job = item.job
+        controls = tuple(load_rgb(ImageFile(path)) for path in job.images)
+        return Edit(controls, job.prompt, job.prompt_2, job.negative_prompt, item.seed, job.size)
+
+    def _notes(self, item: _Checked, image: Image.Image) -> dict[str, Any]:
+        return {
+            "prompt": item.job.prompt,
+            "prompt_2": item.job.prompt_2,
+            "negative_prompt": item.job.negative_prompt,
+            "seed": item.seed,
+            "size": [image.height, image.width],
+            "key": item.key,
+            **self._circumstances,
+        }
+
+    def _sheet(self, done: Sequence[_Checked]) -> Path | None:
+        """Control, before and after of the first jobs side by side. Before is the base without its adapters."""
+        shown = done[:SHEET_JOBS]
+        if not shown:
+            return None
+        sheet, key = self._gallery.path(SHEET), key_of("sheet", [item.key for item in shown])
+        if read_notes(sheet).get("key") == key:
+            return sheet
+        before: list[Image.Image | None] = [None] * len(shown)
+        if self._circumstances.get("adapters"):
+            with self._predictor.without_adapters():
+                before = [
+                    image
+                    for batch in self._batches(shown)
+                    for image in self._predictor.draw([self._predictor.prepare(self._edit(item)) for item in batch])
+                ]
+        rows = []
+        for item, plain in zip(shown, before, strict=True):
+            images = {"after": Image.open(self._gallery.path(item.job.name)).convert("RGB")}
+            if plain is not None:
+                images["before"] = plain
+            if item.job.images:
+                control = load_rgb(ImageFile(item.job.images[0]))
+                images["control"] = (
+                    control.resize(images["after"].size) if _alike(control, images["after"]) else control
+                )
+            rows.append(GridRow(f"{item.job.name}: {item.job.prompt}", images))
+        columns = [name for name in ("control", "before", "after") if any(name in row.images for row in rows)]
+        largest = max(max(image.size) for row in rows for image in row.images.values())
+        picture = edit_grid(rows, columns, min(1.0, 384 / largest))
+        write_bytes(sheet, encoded(picture, ".png", {"key": key}))
+        return sheet
+
+
+def _alike(control: Image.Image, output: Image.Image) -> bool:
+    """Of nearly the same aspect ratio: shown at the same size they can be compared."""
+    return abs(control.width / control.height * output.height / output.width - 1) < 0.1

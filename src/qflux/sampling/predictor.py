@@ -1,0 +1,131 @@
+"""Edits: prepare → schedule → denoise → decode. A batch of any sizes; each result is what it would be alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from qflux.config import Config, ProcessorSettings
+from qflux.data.images.pixels import to_image
+from qflux.models.family import Family, text_limit
+from qflux.ragged.shapes import ImageShape
+from qflux.sampling.prepare import Edit, Preparer
+from qflux.sampling.sampler import OnStep, Prepared, Sampler
+
+__all__ = ["Edit", "Predictor"]
+
+logger = logging.getLogger(__name__)
+
+
+class Predictor:
+    """A model ready to edit. Images reach their size by `processor`, or without one as in the reference pipeline."""
+
+    def __init__(
+        self, family: Family, components: Any, config: Config, processor: ProcessorSettings | None = None
+    ) -> None:
+        self._family = family
+        self._transformer = components.transformer
+        self._sampler = Sampler(family, components.transformer, components.scheduler)
+        self._encoder = family.encoder(components, text_limit(config, family))
+        self.prepare = Preparer(
+            family, self._encoder, processor, components.transformer.device, components.transformer.dtype
+        )
+        """Encodes an edit."""
+        self._settings = config.predict
+        self._told: set[str] = set()
+
+    def __call__(
+        self,
+        edits: Sequence[Edit],
+        steps: int | None = None,
+        guidance: float | None = None,
+        on_step: OnStep | None = None,
+    ) -> list[Image.Image]:
+        """The edited images; steps and guidance are the config's unless given."""
+        return self.draw([self.prepare(edit) for edit in edits], steps, guidance, on_step)
+
+    def draw(
+        self,
+        prepared: Sequence[Prepared],
+        steps: int | None = None,
+        guidance: float | None = None,
+        on_step: OnStep | None = None,
+    ) -> list[Image.Image]:
+        """The images of prepared edits, as one batch."""
+        latents = self._denoised(prepared, steps, guidance, on_step)
+        with torch.no_grad():
+            pixels = [self._encoder.decode_image(t, item.target) for t, item in zip(latents, prepared, strict=True)]
+        images = [to_image(image) for image in pixels]
+        return [
+            image if item.exact is None else image.resize(item.exact, Image.Resampling.LANCZOS)
+            for image, item in zip(images, prepared, strict=True)
+        ]
+
+    def latents(
+        self,
+        edits: Sequence[Edit],
+        steps: int | None = None,
+        guidance: float | None = None,
+        on_step: OnStep | None = None,
+    ) -> list[tuple[Tensor, ImageShape]]:
+        """Denoised tokens of every edit, with their shapes."""
+        prepared = [self.prepare(edit) for edit in edits]
+        tokens = self._denoised(prepared, steps, guidance, on_step)
+        return [(latents, item.target) for latents, item in zip(tokens, prepared, strict=True)]
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Inside, edits are those of the base."""
+        has_some = bool(getattr(self._transformer, "peft_config", None))
+        if has_some:
+            self._transformer.disable_lora()
+        try:
+            yield
+        finally:
+            if has_some:
+                self._transformer.enable_lora()
+
+    def settings(self, steps: int | None = None, guidance: float | None = None) -> dict[str, Any]:
+        """Everything besides the edit that its image depends on."""
+        settings, defaults = self._settings, self._family.defaults
+        cfg = defaults.true_cfg_scale if settings.true_cfg_scale is None else settings.true_cfg_scale
+        return {
+            "num_inference_steps": steps or settings.num_inference_steps or defaults.num_inference_steps,
+            "guidance_scale": settings.guidance_scale if guidance is None else guidance,
+            "true_cfg_scale": cfg,
+            "preprocessing": self.prepare.description,
+        }
+
+    def _denoised(
+        self, prepared: Sequence[Prepared], steps: int | None, guidance: float | None, on_step: OnStep | None
+    ) -> list[Tensor]:
+        chosen = self.settings(steps, guidance)
+        self._tell_of_guidance(prepared, chosen["true_cfg_scale"])
+        return self._sampler(
+            prepared,
+            chosen["num_inference_steps"],
+            chosen["guidance_scale"],
+            chosen["true_cfg_scale"],
+            on_step,
+        )
+
+    def _tell_of_guidance(self, prepared: Sequence[Prepared], scale: float) -> None:
+        """Say once what has no effect: a negative prompt at scale 1, or a scale without a negative prompt."""
+        has_negative = any(item.negative is not None for item in prepared)
+        if has_negative and scale <= 1:
+            self._tell(f"the negative prompt has no effect: predict.true_cfg_scale is {scale:g}; above 1 it has one")
+        if not has_negative and (self._settings.true_cfg_scale or 0) > 1:
+            self._tell(
+                f"predict.true_cfg_scale {scale:g} has no effect without a negative prompt; a space is one (' ')"
+            )
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            logger.warning("%s", text)
