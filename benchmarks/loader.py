@@ -17,10 +17,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from qflux.cache.cache import EmbeddingCacheManager, SampleKeys
-from qflux.data.encoded import WHOLE
+from qflux.cache.cache import EmbeddingCacheManager
+from qflux.cache.keys import SampleKeys
+from qflux.data.encoded import COMPLETE
 from qflux.data.reader import read_ahead
 from qflux.files.hashing import key_of
+from qflux.ragged.shapes import Shapes
 
 SAMPLES, REPEATS = 300, 5
 
@@ -29,7 +31,8 @@ def fill(store: EmbeddingCacheManager) -> list[SampleKeys]:
     samples = []
     for number in range(SAMPLES):
         text, target, control = (key_of(kind, number) for kind in ("text", "target", "control"))
-        keys = SampleKeys(key_of(number), ((WHOLE, text),), (target, control), ((1, 64, 64), (1, 64, 64)), None)
+        shapes = Shapes(((1, 64, 64),), ((1, 64, 64),))
+        keys = SampleKeys(key_of(number), ((COMPLETE, text),), target, (control,), shapes, None)
         store.write("text", text, {"tokens": torch.randn(512, 4096).bfloat16(), "pooled": torch.randn(768).bfloat16()})
         for key in keys.images:
             store.write("image", key, {"latents": torch.randn(4096, 64).bfloat16()})

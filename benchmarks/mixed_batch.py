@@ -38,10 +38,10 @@ from qflux.config import LoraSettings
 from qflux.data.encoded import TextEmbedding
 from qflux.models import FluxTransformer2DModel, QwenImageTransformer2DModel, get_family
 from qflux.models.family import ModelInputs
+from qflux.models.flux_kontext.positions import image_ids
 from qflux.ragged.compilation import compile_blocks
 from qflux.ragged.layout import PackedLayout, PaddedLayout, padding_ratio
-from qflux.ragged.rope import image_ids
-from qflux.ragged.shapes import image_tokens
+from qflux.ragged.shapes import Shapes
 from qflux.training.flops import PEAKS, StepFlops
 
 BATCHES = {
@@ -86,11 +86,11 @@ class Batch:
     text_lengths: list[int]
 
     def __post_init__(self) -> None:
-        self.shapes = [[(1, n // 16, 16), (1, n // 16, 16)] for n in self.targets]
+        self.shapes = [Shapes(((1, n // 16, 16),), ((1, n // 16, 16),)) for n in self.targets]
 
     @property
     def image_lengths(self) -> list[int]:
-        return [image_tokens(shapes) for shapes in self.shapes]
+        return [shapes.tokens for shapes in self.shapes]
 
     @property
     def lengths(self) -> list[int]:
@@ -116,7 +116,7 @@ def build_transformer(scale: Scale, device: str) -> Any:
 def build_model(scale: Scale, device: str) -> Any:
     """The same with a LoRA."""
     model = build_transformer(scale, device)
-    inject(model, LoraSettings(rank=16), seed=0)
+    inject(model, LoraSettings(rank=16), get_family(scale.family).facts.lora_targets, seed=0)
     return model.train()
 
 
@@ -161,21 +161,20 @@ def training_step(model: Any, scale: Scale, batch: Batch, mode: str, device: str
 
 def stock_velocity(model: Any, inputs: ModelInputs) -> Tensor:
     """diffusers' own FLUX forward on the padded batch with a mask, for its time: all samples share their positions."""
-    padded = PaddedLayout.of(
-        PackedLayout.from_shapes([len(t.tokens) for t in inputs.text], inputs.img_shapes, inputs.images.device)
-    )
+    lengths, images = [len(t.tokens) for t in inputs.text], [shapes.images for shapes in inputs.shapes]
+    padded = PaddedLayout.of(PackedLayout.from_shapes(lengths, images, inputs.images.device))
     count = padded.batch_size
-    images = padded.enter_image(inputs.images).unflatten(0, (count, -1))
+    tokens = padded.enter_image(inputs.images).unflatten(0, (count, -1))
     texts = padded.enter_text(torch.cat([item.tokens for item in inputs.text])).unflatten(0, (count, -1))
     output = diffusers.FluxTransformer2DModel.forward(
         model,
-        images,
+        tokens,
         texts,
         pooled_projections=torch.stack([item.pooled for item in inputs.text if item.pooled is not None]),
         timestep=inputs.sigma,
         guidance=torch.full_like(inputs.sigma, inputs.guidance),
-        img_ids=image_ids([[(1, images.shape[1], 1)]], images.device),
-        txt_ids=torch.zeros(texts.shape[1], 3, device=images.device),
+        img_ids=image_ids([Shapes(((1, tokens.shape[1], 1),))], tokens.device),
+        txt_ids=torch.zeros(texts.shape[1], 3, device=tokens.device),
         joint_attention_kwargs={"attention_mask": padded.key_mask[:, None, None, :]},
     )
     return padded.leave_image(output.sample.flatten(0, 1))
@@ -266,7 +265,7 @@ def main() -> None:
     print(f"tokens / {scale.divide}, peak {peak / 1e12:.2f} TFLOP/s, median of {scale.repeats}\n", flush=True)
 
     model = build_model(scale, device)
-    flops = StepFlops(model, scale.layers + scale.single_layers, trains_all=False)
+    flops = StepFlops(get_family(scale.family).arithmetic(model), trains_all=False)
     table = [
         "| batch (padding) | mode | blocks | checkpointing | s/step | padded / it | one by one / it | peak GiB | MFU |",
         "|---" * 9 + "|",

@@ -21,8 +21,8 @@ from torch import Tensor
 from qflux.data.encoded import TextEmbedding, TextLimit
 from qflux.models import get_family
 from qflux.models.flux_kontext.components import FluxKontextComponents
-from qflux.models.patches import pack
-from qflux.ragged.shapes import token_shape
+from qflux.ragged.patches import pack
+from qflux.ragged.shapes import Shapes, token_shape
 from qflux.sampling.sampler import Prepared, Sampler
 
 SIZES = ((512, 512), (512, 768), (768, 768), (1024, 768), (896, 1152), (1024, 1024))
@@ -109,7 +109,7 @@ class Edits:
                     16, 2 * shape[1], 2 * shape[2], generator=torch.Generator().manual_seed(index), dtype=self.dtype
                 )
                 control = encoder.encode_images([pixels])[0]
-                prepared.append(Prepared(pack(noise).to(self.device), control, (shape, shape), text))
+                prepared.append(Prepared(pack(noise).to(self.device), control, Shapes((shape,), (shape,)), text))
             latents = sampler(prepared, self.steps, 3.5, 1.0)
             return [encoder.decode_image(t, item.target) for t, item in zip(latents, prepared, strict=True)]
 

@@ -26,19 +26,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from qflux.data.images.pixels import to_image
-from qflux.demo.base import untrained
-from qflux.demo.instructions import SIZES, Instruction, draw_instruction
+from qflux.demo.instructions import SIZES, Instruction, draw_instruction, words
 from qflux.demo.scenes import COLOURS, Scene, dimmed, draw_scene, render, render_night
+from qflux.losses.timesteps import NoiseShift
 from qflux.models import get_family
+from qflux.models.flux_kontext.positions import image_ids
+from qflux.models.flux_kontext.small import untrained
 from qflux.models.flux_kontext.tiny import CLIP_LENGTH
 from qflux.models.loading import load_part, save_checkpoint
-from qflux.models.patches import pack, unpack
-from qflux.models.shipped import TEXT_TOKENS
+from qflux.models.registry import shipped
 from qflux.pictures.drawing import GridRow, edit_grid, write_png
 from qflux.ragged.compilation import compile_blocks
 from qflux.ragged.layout import PackedLayout
-from qflux.ragged.rope import image_ids
-from qflux.ragged.shapes import ImageShape, token_shape
+from qflux.ragged.patches import pack, unpack
+from qflux.ragged.shapes import ImageShape, Shapes, token_shape
 from qflux.sampling.sampler import schedules
 
 SEED = 0
@@ -264,7 +265,7 @@ class Encoded:
 
     def _ids(self, text: str) -> tuple[list[int], list[int]]:
         if text not in self._texts:
-            t5 = self._parts.tokenizer_2(text, padding="max_length", max_length=TEXT_TOKENS, truncation=True)
+            t5 = self._parts.tokenizer_2(text, padding="max_length", max_length=shipped().text_tokens, truncation=True)
             clip = self._parts.tokenizer(text, padding="max_length", max_length=CLIP_LENGTH, truncation=True)
             self._texts[text] = (t5.input_ids, clip.input_ids)
         return self._texts[text]
@@ -287,11 +288,11 @@ class Composition:
     def __init__(self, groups: Sequence[Group], each: int, device: str) -> None:
         self.groups, self.each = groups, each
         shapes = [group.shapes for group in groups for _ in range(each)]
-        self.layout = PackedLayout.from_shapes([TEXT_TOKENS] * len(shapes), shapes, device)
-        self.img_ids = image_ids(shapes, device)
+        self.layout = PackedLayout.from_shapes([shipped().text_tokens] * len(shapes), shapes, device)
+        self.img_ids = image_ids([Shapes(images[:1], images[1:]) for images in shapes], device)
         self.targets = (self.img_ids[:, 0] == 0).nonzero().squeeze(1)
         """The rows of wanted pictures."""
-        self.txt_ids = torch.zeros(TEXT_TOKENS * len(shapes), 3, device=device)
+        self.txt_ids = torch.zeros(shipped().text_tokens * len(shapes), 3, device=device)
 
 
 def encode_text(parts: Any, t5_ids: Tensor, clip_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -373,7 +374,9 @@ def edited(parts: Any, instructions: Sequence[Instruction], device: str) -> list
         _, *controls = (latents.float() for latents in group.images)
         now = torch.randn(group.images[0].shape, generator=generator, device=device)
         tokens = now.shape[1]
-        sigmas, told = schedules(parts.scheduler, [tokens], SAMPLING_STEPS, torch.device(device))
+        sigmas, told = schedules(
+            parts.scheduler, NoiseShift.of(parts.scheduler), [tokens], SAMPLING_STEPS, torch.device(device)
+        )
         for index in range(SAMPLING_STEPS):
             images = torch.cat([now, *controls], dim=1)
             level = told[index].expand(len(group))
@@ -453,7 +456,7 @@ def main() -> None:
 
 def run(plan: Plan, output: Path, pool: Any, deadline: float) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parts = untrained(SEED)
+    parts = untrained(SEED, words())
     report_file, vae_file = output / "report.json", output / "vae.safetensors"
     report: dict[str, Any] = json.loads(report_file.read_text()) if report_file.exists() else {}
     parts.vae.to(device)

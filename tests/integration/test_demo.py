@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 from PIL import Image
+from qflux.models.shipped import FOLDER
 
 from qflux.commands import Trainer
 from qflux.config import load_config
@@ -19,7 +20,6 @@ from qflux.demo.instructions import KINDS, SIZES, draw_instruction
 from qflux.demo.run import SETTINGS, demo_config, run_demo
 from qflux.demo.scenes import draw_scene, render, render_night
 from qflux.errors import ConfigError
-from qflux.models.shipped import FOLDER
 from qflux.sampling.predictor import Edit
 
 

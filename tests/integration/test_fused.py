@@ -12,10 +12,10 @@ from qflux.config import LoraSettings
 from qflux.data.encoded import TextEmbedding
 from qflux.models import get_family
 from qflux.models.family import ModelInputs
+from qflux.models.mlp import gelu_linear, linear_of_two
 from qflux.ragged import fused
 from qflux.ragged.heads import join_heads, join_turned_heads, turned_heads
 from qflux.ragged.layout import PackedLayout
-from qflux.ragged.mlp import gelu_linear, linear_of_two
 from qflux.ragged.modulation import add_gated, norm_modulate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

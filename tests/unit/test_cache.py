@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
+from qflux.training.encode import encode_example, open_example, variants_of
 from safetensors.torch import load_file, save_file
 
 from qflux.cache.build import CacheFiller, Listener
@@ -19,7 +20,6 @@ from qflux.errors import CacheError, CheckpointError, ConfigError, DataError
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
 from qflux.training.batches import drawn_variant
-from qflux.training.encode import encode_example, open_example, variants_of
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from diffusers import FluxKontextPipeline
 from qflux.data.encoded import Prompt, TextLimit
 from qflux.errors import DataError
 from qflux.models import get_family
-from qflux.models.patches import pack
+from qflux.ragged.patches import pack
 from qflux.ragged.shapes import token_shape
 
 

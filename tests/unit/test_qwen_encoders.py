@@ -11,8 +11,8 @@ from PIL import Image
 from qflux.data.encoded import Prompt, TextLimit
 from qflux.errors import DataError
 from qflux.models import get_family
-from qflux.models.patches import pack
 from qflux.models.qwen_image.prompts import ONE_IMAGE, PICTURES, TEXT_TO_IMAGE, condition_size
+from qflux.ragged.patches import pack
 from qflux.ragged.shapes import token_shape
 
 

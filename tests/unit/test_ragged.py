@@ -10,11 +10,11 @@ from diffusers.models.transformers.transformer_flux import FluxPosEmbed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qflux.models.patches import mask_to_tokens, pack, unpack
 from qflux.ragged.attention import masked_attention, ragged_attention
 from qflux.ragged.interleave import Interleave
 from qflux.ragged.layout import PackedLayout, PaddedLayout, padding_ratio
 from qflux.ragged.modulation import take
+from qflux.ragged.patches import mask_to_tokens, pack, unpack
 from qflux.ragged.rope import image_ids, rotary_from, rotate
 
 lengths = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 9)), min_size=1, max_size=6)

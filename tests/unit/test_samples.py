@@ -5,13 +5,13 @@ from collections import Counter
 
 import pytest
 from PIL import Image, ImageFile
+from qflux.training.encode import plan_samples
 
 from qflux.commands import Trainer
 from qflux.data.dataset import gather, require_usable
 from qflux.data.images.index import FileIndex
 from qflux.errors import DataError
 from qflux.models import get_family
-from qflux.training.encode import plan_samples
 
 
 @pytest.fixture

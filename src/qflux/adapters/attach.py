@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer as PeftLoraLayer
-from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
-from torch import Tensor, nn
+from peft.utils import set_peft_model_state_dict
+from torch import nn
 
 from qflux.adapters.files import AdapterFile, Record, read_adapter
 from qflux.adapters.layers import FOREIGN, LoraLayer, LoraLayers
@@ -63,24 +63,6 @@ def detach(transformer: Any, name: str) -> None:
 def set_weights(transformer: Any, weights: Mapping[str, float]) -> None:
     """Make these adapters count, and no others."""
     transformer.set_adapters(list(weights), weights=list(weights.values()))
-
-
-def trained_layers(transformer: Any, tensors: Mapping[str, Tensor]) -> LoraLayers:
-    """The LoRA under training, from its tensors under PEFT's names."""
-    scales = {n: m.lora_alpha[ADAPTER] for n, m in transformer.named_modules() if isinstance(m, PeftLoraLayer)}
-    parts: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        name, _, part = key.rpartition(".lora_")
-        parts.setdefault(name, {})[part.partition(".")[0]] = tensor
-    return {
-        name: LoraLayer(found["A"], found["B"], float(scales[name]), found.get("magnitude_vector"))
-        for name, found in parts.items()
-    }
-
-
-def adapter_tensors(transformer: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the adapter under training, under PEFT's names; shared out if the transformer is."""
-    return dict(get_peft_model_state_dict(transformer, adapter_name=ADAPTER))
 
 
 def _fill(module: Any, name: str, layer: LoraLayer) -> None:

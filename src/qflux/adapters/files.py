@@ -15,7 +15,9 @@ from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from qflux.adapters.formats import Format, from_tensors, to_format, without_alphas
+from qflux.adapters.file_names import FILE_NAME, PEFT_CONFIG, PEFT_FILE
+from qflux.adapters.formats import format_of, from_tensors
+from qflux.adapters.formats.peft import filed_settings, is_product, product_tensors
 from qflux.adapters.layers import FOREIGN, LoraLayer, LoraLayers, linear_layers, require_fitting
 from qflux.adapters.lora import lora_config
 from qflux.adapters.names import Names, Parts
@@ -27,25 +29,7 @@ from qflux.version import VERSION
 
 logger = logging.getLogger(__name__)
 
-FILE_NAME = "pytorch_lora_weights.safetensors"
-PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 RECORD_KEY = "qflux"
-
-
-_TRAIN_KEYS = (
-    "method",
-    "max_train_steps",
-    "num_epochs",
-    "gradient_accumulation_steps",
-    "max_grad_norm",
-    "lr_scheduler",
-    "lr_warmup_steps",
-    "ema",
-    "guidance",
-    "caption_dropout",
-    "control_dropout",
-)
-"""What the result depends on; how it was computed is left out, so that equal results are equal files."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +52,17 @@ class Record:
 
     @classmethod
     def of(cls, config: Config) -> Record:
-        values = config.dump()
-        recipe = {name: values[name] for name in ("seed", "lora", "optimizer", "loss")}
+        recorded = config.marked("record")
+        recipe = {name: recorded[name] for name in ("seed", "lora", "optimizer", "loss", "train", "model")}
         start = recipe["lora"].pop("init_from")
         recipe["lora"] |= {"init_from": Path(start).name} if start else {}
-        recipe["train"] = {key: values["train"][key] for key in _TRAIN_KEYS}
-        recipe["model"] = {key: values["model"][key] for key in ("dtype", "quantization", "max_sequence_length")}
-        pretrained = str(values["model"]["pretrained"])
+        # Of places on somebody's disk, names only.
+        pretrained = str(recipe["model"]["pretrained"])
         recipe["model"]["pretrained"] = Path(pretrained).name if Path(pretrained).exists() else pretrained
         return cls(
             config.family,
-            preprocessing=values["data"]["processor"],
-            timesteps=values["loss"]["timesteps"],
+            preprocessing=recorded["data"]["processor"],
+            timesteps=recorded["loss"]["timesteps"],
             recipe=recipe,
             controls_from=0,
         )
@@ -98,7 +81,7 @@ class AdapterFile:
     @property
     def is_product(self) -> bool:
         """LoKr or LoHa."""
-        return any(".lokr_" in key or ".hada_" in key for key in self.tensors)
+        return any(map(is_product, self.tensors))
 
     def layers(self, family: Family, transformer: nn.Module) -> LoraLayers:
         """Its LoRA for this model; one that does not fit is an error with the layer's name."""
@@ -150,10 +133,10 @@ def names_of(family: Family, transformer: nn.Module) -> Names:
     return Names(shapes, family.lora_prefix, family.original_names(shapes), family.swapped_names)
 
 
-def write_lora(path: Path, layers: Mapping[str, LoraLayer], form: Format, names: Names, record: Record) -> None:
+def write_lora(path: Path, layers: Mapping[str, LoraLayer], form: str, names: Names, record: Record) -> None:
     """Write a LoRA in a format; an older file is replaced in one step."""
-    together = names.parts(layers) if form == "comfyui" else {}
-    record = Record(**{**asdict(record), "together": together})
+    chosen = format_of(form)
+    record = Record(**{**asdict(record), "together": chosen.parts(layers, names)})
     ranks = sorted({layer.rank for layer in layers.values()})
     alphas = sorted({layer.alpha for layer in layers.values()})
     metadata = {
@@ -163,24 +146,18 @@ def write_lora(path: Path, layers: Mapping[str, LoraLayer], form: Format, names:
         "ss_network_alpha": ", ".join(f"{alpha:g}" for alpha in alphas),
         "software": f"qflux {record.version}",
     }
-    if without_alphas(layers, form, names):
-        metadata[LORA_ADAPTER_METADATA_KEY] = _described(lora_config(layers).to_dict())
-    write_tensors(path, to_format(layers, form, names), metadata)
+    if chosen.strength_in_metadata(layers, names):
+        metadata[LORA_ADAPTER_METADATA_KEY] = filed_settings(lora_config(layers).to_dict())
+    write_tensors(path, chosen.write(layers, names), metadata)
 
 
 def write_product(path: Path, tensors: Mapping[str, Tensor], description: Mapping[str, Any], record: Record) -> None:
     """Write a LoKr or LoHa with PEFT's own names and settings."""
     metadata = {
-        LORA_ADAPTER_METADATA_KEY: _described(description),
+        LORA_ADAPTER_METADATA_KEY: filed_settings(description),
         RECORD_KEY: json.dumps(asdict(record), sort_keys=True),
     }
-    write_tensors(path, {f"transformer.{name}": tensor for name, tensor in tensors.items()}, metadata)
-
-
-def _described(description: Mapping[str, Any]) -> str:
-    """PEFT's settings as diffusers files them."""
-    named = {f"transformer.{key}": sorted(v) if isinstance(v, set) else v for key, v in description.items()}
-    return json.dumps(named, sort_keys=True)
+    write_tensors(path, product_tensors(tensors), metadata)
 
 
 def read_adapter(path: Path) -> AdapterFile:

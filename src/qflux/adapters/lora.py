@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig
 from peft.tuners.loha.layer import Linear as LoHaLinear
 from peft.tuners.lokr.layer import Linear as LoKrLinear
 from peft.tuners.lora import LoraLayer as PeftLoraLayer
+from peft.utils import get_peft_model_state_dict
 from torch import Tensor, nn
 
-from qflux.adapters.layers import FOREIGN, LoraLayer
+from qflux.adapters.layers import FOREIGN, LoraLayer, LoraLayers
 from qflux.config import LoraSettings
 from qflux.errors import CheckpointError, ConfigError
 
@@ -53,13 +54,16 @@ class _LoHaLinear(_InBaseDtype, LoHaLinear): ...
 _QUICK: dict[type[nn.Module], type[nn.Module]] = {LoKrLinear: _LoKrLinear, LoHaLinear: _LoHaLinear}
 
 
-def inject(transformer: nn.Module, settings: LoraSettings, seed: int) -> None:
-    """Add a trainable float32 adapter to `transformer`; freeze everything else. Equal seeds give equal weights."""
+def inject(transformer: nn.Module, settings: LoraSettings, targets: Sequence[str], seed: int) -> None:
+    """Add a trainable float32 adapter to `targets` of a transformer, and freeze everything else.
+
+    Equal seeds give equal weights.
+    """
     transformer.requires_grad_(False)
-    _require_targets(transformer, settings.target_modules)
+    _require_targets(transformer, targets)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        add(transformer, _config(settings))
+        add(transformer, _config(settings, list(targets)))
     keep_float32(transformer)
 
 
@@ -113,8 +117,25 @@ def trainable(transformer: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in transformer.named_parameters() if parameter.requires_grad}
 
 
-def _config(settings: LoraSettings) -> PeftConfig:
-    targets = list(settings.target_modules)
+def trained_layers(transformer: Any, tensors: Mapping[str, Tensor]) -> LoraLayers:
+    """The LoRA under training, from its tensors under PEFT's names."""
+    scales = {n: m.lora_alpha[ADAPTER] for n, m in transformer.named_modules() if isinstance(m, PeftLoraLayer)}
+    parts: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, _, part = key.rpartition(".lora_")
+        parts.setdefault(name, {})[part.partition(".")[0]] = tensor
+    return {
+        name: LoraLayer(found["A"], found["B"], float(scales[name]), found.get("magnitude_vector"))
+        for name, found in parts.items()
+    }
+
+
+def adapter_tensors(transformer: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the adapter under training, under PEFT's names; shared out if the transformer is."""
+    return dict(get_peft_model_state_dict(transformer, adapter_name=ADAPTER))
+
+
+def _config(settings: LoraSettings, targets: list[str]) -> PeftConfig:
     alpha = settings.alpha if settings.alpha is not None else settings.rank
     if settings.type in ("lora", "dora"):
         return LoraConfig(
@@ -129,7 +150,7 @@ def _config(settings: LoraSettings) -> PeftConfig:
     return kind(r=settings.rank, alpha=alpha, rank_dropout=settings.dropout, target_modules=targets)
 
 
-def _require_targets(transformer: nn.Module, targets: tuple[str, ...]) -> None:
+def _require_targets(transformer: nn.Module, targets: Sequence[str]) -> None:
     names = [name for name, _ in transformer.named_modules()]
     unknown = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in names)]
     if unknown:

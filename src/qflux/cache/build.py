@@ -4,7 +4,7 @@
 2. `_claimed`    units of work, one size at a time; what another process has claimed is put off
 3. `read_ahead`  threads decode while the encoder works
 4. the encoder, one kind after the other: text encoders leave the memory before the VAE enters
-5. manifests, for the samples that are whole
+5. manifests, for the samples that are complete
 
 Interrupted at any point, a second run goes on where this one was.
 """
@@ -12,24 +12,37 @@ Interrupted at any point, a second run goes on where this one was.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from qflux.cache.cache import EmbeddingCacheManager
+from qflux.cache.cache import EmbeddingCacheManager, text_tensors
+from qflux.cache.encode import open_image, open_mask, open_prompt
+from qflux.cache.samples import (
+    circumstances,
+    encoder_identities,
+    encoders_name,
+    is_refused,
+    keys_of,
+    read_samples,
+)
+from qflux.config import Config
+from qflux.data.dataset import Dataset
 from qflux.data.reader import read_ahead
-from qflux.errors import CacheError, DataError
+from qflux.data.sample import Sample
+from qflux.errors import CacheError, DataError, collected
 from qflux.files.locks import Claims
+from qflux.launch import launched
 from qflux.models.family import Encoder
+from qflux.models.pretrained import Pretrained
 from qflux.ragged.shapes import image_tokens
-from qflux.training.encode import PlannedSample, open_image, open_mask, open_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +97,57 @@ class Listener:
     """The account, also of a run that ends in an error about some samples."""
 
 
+def build_cache(
+    config: Config, pretrained: Pretrained, store: EmbeddingCacheManager, listener: Listener | None = None
+) -> CacheReport:
+    """Encode every sample of a config that is not in the cache yet. Several processes may do this at the same time."""
+    family, width = pretrained.family, pretrained.dtype.itemsize
+    claims = Claims(store.root)
+    try:
+        with claims.turn():  # the first one reads the images' headers, the others its index
+            dataset = read_samples(config, family, store, fetch_encoders=True)
+        filler = CacheFiller(
+            store,
+            pretrained.encoder,
+            (family.facts.text_channels * width, family.facts.image_channels * width),
+            config.cache.batch_size,
+            config.data.num_workers,
+            listener,
+            circumstances(config),
+        )
+        with claims.sharing() as staging:
+            known = encoder_identities(config, family, store, fetch=False) if dataset.from_images else None
+            if known:
+                store.remember_encoders(encoders_name(config), known, staging)
+            report = filler.fill(dataset.from_images, pretrained.text_limit.tokens, claims, staging)
+        _refuse_cut_prompts(dataset, store, config, report)
+    finally:
+        claims.close()
+    report.skipped = [*map(str, dataset.faults), *report.failed]
+    if listener:
+        listener.finished(report)
+    if report.failed and config.data.on_bad_sample == "error":
+        raise collected(
+            DataError,
+            f"{len(report.failed)} of {len(dataset.all)} samples can't be encoded; the others are cached",
+            report.failed,
+            "fix them, or set data.on_bad_sample: skip to train without them.",
+        )
+    for reason in report.failed:
+        logger.warning("skipped: %s", reason)
+    return report
+
+
+def _refuse_cut_prompts(dataset: Dataset, store: EmbeddingCacheManager, config: Config, report: CacheReport) -> None:
+    """Count prompts that were cut; those that only an earlier run with another setting has cut are failures."""
+    for sample in dataset.from_images:
+        manifest = store.manifest(keys_of(sample))
+        report.cut += manifest is not None and manifest.is_cut
+        if manifest is not None and is_refused(manifest, config):
+            report.samples -= 1
+            report.failed.append(f"{sample.name}: its prompt is longer than allowed, and was cut")
+
+
 @dataclass(frozen=True)
 class _Entry:
     """One entry to make: for which samples, and how to open what it is made from."""
@@ -93,7 +157,7 @@ class _Entry:
     size: tuple[int, ...]
     """Entries of one size may be encoded together."""
     tokens: int
-    samples: list[PlannedSample]
+    samples: list[Sample]
     open: Callable[[], Any]
 
 
@@ -128,10 +192,10 @@ class CacheFiller:
         self._failed: dict[str, DataError] = {}
         self._done = 0
 
-    def fill(self, samples: Sequence[PlannedSample], text_tokens: int, claims: Claims, staging: Path) -> CacheReport:
+    def fill(self, samples: Sequence[Sample], text_tokens: int, claims: Claims, staging: Path) -> CacheReport:
         """Make what is missing. `text_tokens` is about how long a prompt is, for the estimate."""
         started = time.perf_counter()
-        wanted = {entry for sample in samples for entry in sample.keys.entries}
+        wanted = {entry for sample in samples for entry in keys_of(sample).entries}
         work = self._work(samples, text_tokens)
         if work:
             self._check_room(work)
@@ -144,11 +208,11 @@ class CacheFiller:
         report.seconds = time.perf_counter() - started
         return report
 
-    def _work(self, samples: Sequence[PlannedSample], text_tokens: int) -> list[_Entry]:
+    def _work(self, samples: Sequence[Sample], text_tokens: int) -> list[_Entry]:
         """Every missing entry once, those of one size together."""
         work: dict[str, _Entry] = {}
         for sample in samples:
-            missing = {key for _, key in self._store.missing_entries(sample.keys)}
+            missing = {key for _, key in self._store.missing_entries(keys_of(sample))}
             for entry in _recipes(sample, text_tokens):
                 if entry.key in work:
                     work[entry.key].samples.append(sample)
@@ -205,8 +269,8 @@ class CacheFiller:
     def _claimed(self, work: list[_Entry], claims: Claims, put_off: list[_Entry]) -> Iterator[list[_Entry]]:
         """Units of one size that this process has claimed. Processes begin at different places of the list."""
         units = list(_units(work, self._batch_size))
-        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        start = len(units) * rank // world
+        launch = launched()
+        start = len(units) * launch.rank // launch.world_size
         for unit in units[start:] + units[:start]:
             mine = []
             for entry in unit:
@@ -256,7 +320,7 @@ class CacheFiller:
                     for pair in good:
                         yield from self._encoded([pair], encoder)
                 return
-            yield from ((entry, text.tensors()) for entry, text in zip(entries, texts, strict=True))
+            yield from ((entry, text_tensors(text)) for entry, text in zip(entries, texts, strict=True))
 
     def _store_one(self, entry: _Entry, content: Mapping[str, Tensor] | DataError, staging: Path) -> None:
         if isinstance(content, DataError):
@@ -265,36 +329,35 @@ class CacheFiller:
         self._report.new_bytes += self._store.write(entry.kind, entry.key, content, staging)
         self._report.new_entries += 1
 
-    def _finish(self, samples: Sequence[PlannedSample], staging: Path) -> None:
-        """Manifests of whole samples, reasons for the others."""
+    def _finish(self, samples: Sequence[Sample], staging: Path) -> None:
+        """Manifests of complete samples, reasons for the others."""
         for sample in samples:
-            failed = [(kind, self._failed[key]) for kind, key in sample.keys.entries if key in self._failed]
+            failed = [(kind, self._failed[key]) for kind, key in keys_of(sample).entries if key in self._failed]
             if failed:
                 kind, error = failed[0]
                 # Samples may share a prompt, which does not know whose it is; an image's error has its path.
-                name = f"{sample.example.name}: " if kind == "text" else ""
-                self._store.fail(sample.keys, f"{name}{error.problem}", self._circumstances, staging)
+                name = f"{sample.name}: " if kind == "text" else ""
+                self._store.fail(keys_of(sample), f"{name}{error.problem}", self._circumstances, staging)
                 self._report.failed.append(f"{name}{error}")
                 continue
             try:
-                if self._store.manifest(sample.keys) is None:
-                    self._store.complete(sample.keys, staging)
+                if self._store.manifest(keys_of(sample)) is None:
+                    self._store.complete(keys_of(sample), staging)
             except CacheError as error:  # a damaged entry of an earlier run
-                self._report.failed.append(f"{sample.example.name}: {error}")
+                self._report.failed.append(f"{sample.name}: {error}")
         self._store.index.tidy(staging)
 
 
-def _recipes(sample: PlannedSample, text_tokens: int) -> Iterator[_Entry]:
+def _recipes(sample: Sample, text_tokens: int) -> Iterator[_Entry]:
     """Every entry of a sample and how to open what it is made from."""
-    keys = sample.keys
+    keys, images, shapes = keys_of(sample), sample.own_images, sample.shapes
     for variant, key in keys.texts:
-        yield _Entry("text", key, (), text_tokens, [sample], lambda v=variant: open_prompt(sample, v))  # type: ignore[misc]
-    for number, (transform, key) in enumerate(zip(sample.transforms, keys.images, strict=True)):
-        tokens = image_tokens(sample.img_shapes[number : number + 1])
-        yield _Entry("image", key, transform.size, tokens, [sample], lambda n=number: open_image(sample, n))  # type: ignore[misc]
+        yield _Entry("text", key, (), text_tokens, [sample], partial(open_prompt, sample, variant))
+    for image, key, shape in zip(images.all, keys.images, shapes.images, strict=True):
+        tokens = image_tokens([shape])
+        yield _Entry("image", key, image.transform.size, tokens, [sample], partial(open_image, image))
     if keys.mask:
-        tokens = image_tokens(sample.img_shapes[:1])
-        yield _Entry("mask", keys.mask, (), tokens, [sample], lambda: open_mask(sample))
+        yield _Entry("mask", keys.mask, (), shapes.target_tokens, [sample], partial(open_mask, sample))
 
 
 def _units(work: Sequence[_Entry], batch_size: int) -> Iterator[list[_Entry]]:
@@ -320,4 +383,4 @@ def _open_all(unit: list[_Entry]) -> list[tuple[_Entry, Any]]:
 
 
 def _names(unit: list[_Entry]) -> str:
-    return ", ".join(entry.samples[0].example.name for entry in unit)
+    return ", ".join(entry.samples[0].name for entry in unit)

@@ -4,11 +4,10 @@
     samples/<key>.json                 which entries make a sample, and its shapes: written last, so it means complete
     failed/<key>.json                  why a sample could not be encoded
     encoders.json                      what the encoders of a checkpoint are known by, once they have been seen
-    index.jsonl                        what is known of source files (see `index`)
-    locks, .unfinished/                processes at work (see `claims`)
+    index.jsonl                        what is known of source files (see `data.images.index`)
+    locks, .unfinished/                processes at work (see `files.locks`)
 
-An entry's key is a hash of the source's bytes, the transform, the encoder and the dtype. Changing one of them is a
-miss; there is no such thing as a stale entry.
+Keys are in `keys`, what an entry looks like inside in `tensor_file`.
 """
 
 from __future__ import annotations
@@ -20,113 +19,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from qflux.cache import tensor_file
-from qflux.cache.tensor_file import VERSION, BrokenEntry
-from qflux.data.encoded import WHOLE, EncodedExample, TextEmbedding, Variant
+from qflux.cache.keys import Manifest, SampleKeys
+from qflux.cache.tensor_file import BrokenEntry
+from qflux.data.encoded import COMPLETE, EncodedSample, TextEmbedding, Variant
 from qflux.data.images.index import FileIndex
 from qflux.errors import CacheError
 from qflux.files.atomic import write_bytes, write_json
-from qflux.files.hashing import key_of
-from qflux.ragged.shapes import ImageShape
 
 KINDS = {"text": "tokens", "image": "latents", "mask": "mask"}
 """The kinds of entries, and the tensor that each must hold."""
-
-
-@dataclass(frozen=True)
-class SampleKeys:
-    """Where the parts of one sample lie in the cache."""
-
-    id: str
-    """Of the sample itself, from its content: independent of paths, transforms and encoders."""
-    texts: tuple[tuple[Variant, str], ...]
-    """The prompt as it is, first, and as dropout leaves it."""
-    images: tuple[str, ...]
-    img_shapes: tuple[ImageShape, ...]
-    mask: str | None
-
-    @property
-    def key(self) -> str:
-        """Of the whole sample; what dropout leaves of it does not matter."""
-        return key_of("sample", VERSION, self.texts[0][1], self.images, self.mask)
-
-    @property
-    def entries(self) -> list[tuple[str, str]]:
-        """Kind and key of every entry, each once."""
-        mask = [("mask", self.mask)] if self.mask else []
-        listed = [*(("text", key) for _, key in self.texts), *(("image", key) for key in self.images), *mask]
-        return list(dict.fromkeys(listed))
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """A sample as the cache describes it."""
-
-    key: str
-    id: str
-    texts: tuple[tuple[Variant, str, int], ...]
-    """Variant, key and length of each prompt."""
-    images: tuple[str, ...]
-    img_shapes: tuple[ImageShape, ...]
-    mask: str | None
-    sizes: dict[str, int]
-    """Bytes of each entry, by key."""
-    is_cut: bool
-    """The prompt was longer than allowed."""
-
-    @property
-    def keys(self) -> SampleKeys:
-        texts = tuple((variant, key) for variant, key, _ in self.texts)
-        return SampleKeys(self.id, texts, self.images, self.img_shapes, self.mask)
-
-    @property
-    def text_tokens(self) -> int:
-        """Of the whole prompt."""
-        return self.texts[0][2]
-
-    def dump(self) -> dict[str, Any]:
-        return {
-            "version": VERSION,
-            "id": self.id,
-            "texts": [[list(variant), key, tokens] for variant, key, tokens in self.texts],
-            "images": list(self.images),
-            "img_shapes": [list(shape) for shape in self.img_shapes],
-            "n_controls": len(self.images) - 1,
-            "mask": self.mask,
-            "sizes": self.sizes,
-            "is_cut": self.is_cut,
-        }
-
-    def sealed(self) -> dict[str, Any]:
-        """With a checksum, as it is written."""
-        return self.dump() | {"checksum": key_of(self.dump())}
-
-    @classmethod
-    def parse(cls, key: str, text: str) -> Manifest:
-        """A `ValueError` if this is no manifest of a sample with this key."""
-        try:
-            values = json.loads(text)
-            if values["version"] != VERSION:
-                raise ValueError(f"its version is {values['version']!r}, not {VERSION!r}")
-            manifest = cls(
-                key=key,
-                id=values["id"],
-                texts=tuple((Variant(*variant), text_key, int(n)) for variant, text_key, n in values["texts"]),
-                images=tuple(values["images"]),
-                img_shapes=tuple((int(f), int(h), int(w)) for f, h, w in values["img_shapes"]),
-                mask=values["mask"],
-                sizes={name: int(size) for name, size in values["sizes"].items()},
-                is_cut=bool(values["is_cut"]),
-            )
-            if values["checksum"] != key_of(manifest.dump()):
-                raise ValueError("its contents do not fit its checksum")
-            if manifest.keys.key != key or {k for _, k in manifest.keys.entries} != manifest.sizes.keys():
-                raise ValueError("it describes another sample")
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"it is no manifest: {error!r}") from None
-        return manifest
 
 
 class EmbeddingCacheManager:
@@ -169,14 +74,10 @@ class EmbeddingCacheManager:
         if known is not None:  # perhaps of a run with dropout, which needs more than this one
             keys = replace(keys, texts=tuple(dict([*known.keys.texts, *keys.texts]).items()))
             keys = replace(keys, texts=tuple((v, key) for v, key in keys.texts if self.has("text", key)))
-        texts = {key: TextEmbedding.of(self.read("text", key)) for _, key in keys.texts}
+        texts = {key: text_from(self.read("text", key)) for _, key in keys.texts}
         manifest = Manifest(
-            key=keys.key,
-            id=keys.id,
-            texts=tuple((variant, key, len(texts[key].tokens)) for variant, key in keys.texts),
-            images=keys.images,
-            img_shapes=keys.img_shapes,
-            mask=keys.mask,
+            keys,
+            lengths=tuple(len(texts[key].tokens) for _, key in keys.texts),
             sizes={key: self.entry_path(kind, key).stat().st_size for kind, key in keys.entries},
             is_cut=any(text.is_cut for text in texts.values()),
         )
@@ -195,25 +96,25 @@ class EmbeddingCacheManager:
         """Entries that are not there, or cut off."""
         return [(kind, key) for kind, key in keys.entries if not self.has(kind, key)]
 
-    def load(self, keys: SampleKeys, variant: Variant = WHOLE) -> EncodedExample:
+    def load(self, keys: SampleKeys, variant: Variant = COMPLETE) -> EncodedSample:
         """One sample; an entry that is missing, damaged or of the wrong shape is an error that names it."""
         text = self.read("text", dict(keys.texts)[variant])
-        shown = len(keys.images) if variant.controls else 1
-        latents = tuple(self.read("image", key)["latents"] for key in keys.images[:shown])
-        for key, tokens, (_, rows, columns) in zip(keys.images, latents, keys.img_shapes, strict=False):
-            if len(tokens) != rows * columns:
-                path = self.entry_path("image", key)
-                raise CacheError(f"{path} has {len(tokens)} tokens, not {rows}x{columns}", REPAIR)
-        mask = self.read("mask", keys.mask)["mask"] if keys.mask else None
-        if mask is not None and len(mask) != len(latents[0]):
-            raise CacheError(f"{self.entry_path('mask', str(keys.mask))} has {len(mask)} values", REPAIR)
-        return EncodedExample(
-            id=keys.id,
-            text=TextEmbedding.of(text),
-            latents=latents,
-            img_shapes=keys.img_shapes[:shown],
-            mask=mask,
+        shapes = keys.shapes if variant.controls else keys.shapes.without_controls()
+        target, *controls = (
+            self._latents(key, rows, columns)
+            for key, (_, rows, columns) in zip(keys.images, shapes.images, strict=False)
         )
+        mask = self.read("mask", keys.mask)["mask"] if keys.mask else None
+        if mask is not None and len(mask) != len(target):
+            raise CacheError(f"{self.entry_path('mask', str(keys.mask))} has {len(mask)} values", REPAIR)
+        return EncodedSample(keys.id, text_from(text), target, shapes, tuple(controls), mask)
+
+    def _latents(self, key: str, rows: int, columns: int) -> Tensor:
+        tokens = self.read("image", key)["latents"]
+        if len(tokens) != rows * columns:
+            path = self.entry_path("image", key)
+            raise CacheError(f"{path} has {len(tokens)} tokens, not {rows}x{columns}", REPAIR)
+        return tokens
 
     def fail(self, keys: SampleKeys, reason: str, circumstances: str, staging: Path | None = None) -> None:
         """Record that a sample can't be encoded under certain circumstances."""
@@ -279,3 +180,29 @@ def _is_key(value: Any) -> bool:
 
 RECACHE = "run `qflux cache` with the same config."
 REPAIR = "run `qflux cache verify --repair`, then `qflux cache`, with the same config."
+
+
+def text_tensors(text: TextEmbedding) -> dict[str, Tensor]:
+    """A prompt as its entry holds it."""
+    pooled = {} if text.pooled is None else {"pooled": text.pooled}
+    return {"tokens": text.tokens} | pooled | ({"cut": torch.ones(1)} if text.is_cut else {})
+
+
+def text_from(tensors: Mapping[str, Tensor]) -> TextEmbedding:
+    """The inverse of `text_tensors`."""
+    return TextEmbedding(tensors["tokens"], tensors.get("pooled"), "cut" in tensors)
+
+
+@dataclass(frozen=True)
+class CachedEmbeddings:
+    """The embeddings of one sample in a cache: what `Sample.embeddings` is for samples made from images."""
+
+    store: EmbeddingCacheManager
+    keys: SampleKeys
+
+    @property
+    def key(self) -> str:
+        return self.keys.key
+
+    def load(self, variant: Variant) -> EncodedSample:
+        return self.store.load(self.keys, variant)

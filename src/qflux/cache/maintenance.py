@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from qflux.cache import tensor_file
-from qflux.cache.cache import KINDS, EmbeddingCacheManager, Manifest, SampleKeys
+from qflux.cache.cache import KINDS, EmbeddingCacheManager
+from qflux.cache.keys import Manifest, SampleKeys
+from qflux.cache.samples import keys_of, read_samples
 from qflux.cache.tensor_file import BrokenEntry
+from qflux.config import Config
 from qflux.data.images.index import in_parallel
+from qflux.files.locks import Claims
+from qflux.models.family import Family
 
 Progress = Callable[[int, int], None]
 
@@ -53,13 +58,31 @@ class CacheStats:
 class Collected:
     """What `gc` would remove, or removed."""
 
+    samples: int
+    """Samples that stay."""
     kept: int
+    """Entries that stay."""
     files: list[Path]
     bytes: int
 
 
 def verify(store: EmbeddingCacheManager, repair: bool = False, progress: Progress | None = None) -> Verification:
     """Check entries against their checksums and manifests against their entries; `repair` removes what is broken."""
+    if not repair:
+        return _verified(store, progress)
+    claims = Claims(store.root)
+    try:
+        with claims.alone():
+            found = _verified(store, progress)
+            for path in found.broken:
+                path.unlink(missing_ok=True)
+                found.removed += 1
+            return found
+    finally:
+        claims.close()
+
+
+def _verified(store: EmbeddingCacheManager, progress: Progress | None) -> Verification:
     found = Verification()
     files = list(store.entry_files())
     manifests = list(store.manifests())
@@ -76,10 +99,6 @@ def verify(store: EmbeddingCacheManager, repair: bool = False, progress: Progres
         fault = _check_manifest(store, path, whole)
         if fault:
             found.broken[path] = fault
-    if repair:
-        for path in found.broken:
-            path.unlink(missing_ok=True)
-            found.removed += 1
     return found
 
 
@@ -127,6 +146,21 @@ def stats(store: EmbeddingCacheManager) -> CacheStats:
     )
 
 
+def collect_unused(
+    store: EmbeddingCacheManager, configs: Sequence[tuple[Config, Family]], dry_run: bool = False
+) -> Collected:
+    """Remove what the data of none of these configs needs, while nobody fills the cache."""
+    datasets = [read_samples(config, family, store) for config, family in configs]
+    samples = [keys_of(sample) for dataset in datasets for sample in dataset.from_images]
+    stored = [s.embeddings.key for dataset in datasets for s in dataset.all if s.images is None and s.embeddings]
+    claims = Claims(store.root)
+    try:
+        with claims.alone():
+            return collect(store, samples, stored, dry_run)
+    finally:
+        claims.close()
+
+
 def collect(
     store: EmbeddingCacheManager, samples: Collection[SampleKeys], stored: Collection[str], dry_run: bool
 ) -> Collected:
@@ -148,7 +182,7 @@ def collect(
     if not dry_run:
         for path in doomed:  # manifests first: an interruption leaves entries without a sample, never the reverse
             path.unlink(missing_ok=True)
-    return Collected(sum(path.exists() for path in kept), doomed, size)
+    return Collected(len(samples) + len(stored), sum(path.exists() for path in kept), doomed, size)
 
 
 def _entries_of(store: EmbeddingCacheManager, manifest: Path) -> set[Path]:

@@ -9,10 +9,12 @@ from pathlib import Path
 from torch import Tensor
 
 from qflux.cache import tensor_file
-from qflux.cache.cache import EmbeddingCacheManager, SampleKeys
-from qflux.cache.stored import StoredSample, read_stored
+from qflux.cache.cache import EmbeddingCacheManager, text_tensors
+from qflux.cache.keys import SampleKeys
+from qflux.cache.stored import StoredEmbeddings, read_stored
 from qflux.config import CacheSource
-from qflux.data.encoded import WHOLE, TextEmbedding, Variant
+from qflux.data.encoded import COMPLETE, TextEmbedding, Variant
+from qflux.data.sample import Sample
 from qflux.errors import CacheError, DataError
 from qflux.files.hashing import key_of
 from qflux.files.locks import Claims
@@ -49,9 +51,11 @@ def migrate(source: CacheSource, target: Path, progress: Callable[[int, int], No
     return result
 
 
-def _rewrite(sample: StoredSample, store: EmbeddingCacheManager, staging: Path, result: Migration) -> None:
-    whole = sample.load(WHOLE)
-    texts: dict[Variant, TextEmbedding] = {variant: sample.load(variant).text for variant in sample.variants}
+def _rewrite(sample: Sample, store: EmbeddingCacheManager, staging: Path, result: Migration) -> None:
+    embeddings = sample.embeddings
+    assert isinstance(embeddings, StoredEmbeddings)
+    encoded = embeddings.load(COMPLETE)
+    texts: dict[Variant, TextEmbedding] = {variant: embeddings.load(variant).text for variant in embeddings.variants}
 
     def put(kind: str, tensors: dict[str, Tensor]) -> str:
         """Write an entry under a key made from its contents; equal ones are written once."""
@@ -63,10 +67,11 @@ def _rewrite(sample: StoredSample, store: EmbeddingCacheManager, staging: Path, 
 
     keys = SampleKeys(
         id=sample.id,
-        texts=tuple((variant, put("text", text.tensors())) for variant, text in texts.items()),
-        images=tuple(put("image", {"latents": latents}) for latents in whole.latents),
-        img_shapes=whole.img_shapes,
-        mask=None if whole.mask is None else put("mask", {"mask": whole.mask}),
+        texts=tuple((variant, put("text", text_tensors(text))) for variant, text in texts.items()),
+        target=put("image", {"latents": encoded.target}),
+        controls=tuple(put("image", {"latents": latents}) for latents in encoded.controls),
+        shapes=encoded.shapes,
+        mask=None if encoded.mask is None else put("mask", {"mask": encoded.mask}),
     )
     if store.manifest(keys) is None:
         store.complete(keys, staging)

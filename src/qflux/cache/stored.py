@@ -9,118 +9,100 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from qflux.cache.cache import EmbeddingCacheManager, Manifest
+from qflux.cache.cache import EmbeddingCacheManager
+from qflux.cache.keys import Manifest
 from qflux.cache.torch_files import REMEDY, TorchSample, content_of, read_torch, torch_files
 from qflux.config import CacheSource
-from qflux.data.encoded import WHOLE, EncodedExample, Variant
-from qflux.data.images.decode import ImageFile, shown
-from qflux.data.sources.listing import EditExample, Listing
+from qflux.data.encoded import COMPLETE, NO_CAPTION, EncodedSample, Variant
+from qflux.data.images.decode import shown
+from qflux.data.sample import Sample
+from qflux.data.sources.listing import Listing
 from qflux.errors import CacheError, DataError
 from qflux.files.hashing import key_of
-from qflux.ragged.shapes import ImageShape, image_tokens
 
 logger = logging.getLogger(__name__)
 
-_NO_CAPTION = Variant(caption=False)
-
 
 @dataclass(frozen=True)
-class StoredSample:
-    """A sample as embeddings on disk."""
+class StoredEmbeddings:
+    """The embeddings of a sample that has no images: what `Sample.embeddings` is for it."""
 
-    id: str
-    example: EditExample
-    img_shapes: tuple[ImageShape, ...]
-    text_tokens: int
-    has_mask: bool
-    address: str
-    """Changes with the embeddings."""
+    key: str
     variants: tuple[Variant, ...]
-    load: Callable[[Variant], EncodedExample] = field(compare=False, repr=False)
+    """What of the sample is stored; a config may ask for more."""
+    read: Callable[[Variant], EncodedSample] = field(compare=False, repr=False)
 
-    @property
-    def image_tokens(self) -> int:
-        return image_tokens(self.img_shapes)
-
-    @property
-    def target_tokens(self) -> int:
-        return image_tokens(self.img_shapes[:1])
+    def load(self, variant: Variant) -> EncodedSample:
+        return self.read(variant)
 
 
-def read_stored(source: CacheSource, is_prior: bool = False) -> tuple[list[StoredSample], Listing]:
+def read_stored(source: CacheSource, is_prior: bool = False) -> tuple[list[Sample], Listing]:
     """All samples of a folder, and what is wrong with the others."""
-    listing = Listing(shown(source.path), is_stored=True)
+    listing = Listing(shown(source.path))
     if not source.path.is_dir():
         raise DataError(f"no folder {source.path}", "check the path of the source.")
-    samples: list[StoredSample] = []
+    samples: list[Sample] = []
     rebuilt: Counter[str] = Counter()
-
-    def described(file: Path, number: int = 0, count: int = 1) -> EditExample:
-        name = shown(file.stem) if count == 1 else f"{shown(file.stem)} ({number + 1} of {count})"
-        return EditExample(name, ImageFile(file), "", (), None, listing.source, source.rate, is_prior)
-
-    for file in EmbeddingCacheManager(source.path).manifests():
+    store = EmbeddingCacheManager(source.path)
+    for file in store.manifests():
         try:
-            samples.append(_from_manifest(source.path, file, described(file)))
+            samples.append(_from_manifest(store, file))
         except CacheError as error:
             listing.fault(shown(file), error.problem, error.remedy)
     for file in torch_files(source.path):
         try:
             found = read_torch(file, source.default_size)
-            examples = [described(file, number, len(found)) for number in range(len(found))]
-            samples += _from_torch(file, found, examples, source.default_size)
+            samples += _from_torch(file, found, source.default_size)
             rebuilt.update(sample.rebuilt for sample in found if sample.rebuilt)
         except CacheError as error:
             listing.fault(shown(file), error.problem, error.remedy)
     for how, count in rebuilt.items():
         logger.warning("%s: the shapes of %d samples are rebuilt from %s", listing.source, count, how)
-    listing.examples = [sample.example for sample in samples]
+    samples = [replace(sample, source=listing.source, rate=source.rate, is_prior=is_prior) for sample in samples]
     return samples, listing
 
 
-def _from_manifest(root: Path, file: Path, example: EditExample) -> StoredSample:
-    store = EmbeddingCacheManager(root)
+def _from_manifest(store: EmbeddingCacheManager, file: Path) -> Sample:
     try:
         manifest = Manifest.parse(file.stem, file.read_text())
     except (OSError, ValueError) as error:
         raise CacheError(f"not the manifest of a sample: {error}", REMEDY) from None
-    if store.manifest(manifest.keys) is None:
+    keys = manifest.keys
+    if store.manifest(keys) is None:
         raise CacheError("not all its entries are there", REMEDY)
-    variants = tuple(variant for variant, _, _ in manifest.texts)
-    return StoredSample(
-        id=manifest.id,
-        example=example,
-        img_shapes=manifest.img_shapes,
+    return Sample(
+        id=keys.id,
+        name=shown(file.stem),
+        prompt="",
+        shapes=keys.shapes,
+        place=shown(file),
+        has_mask=keys.mask is not None,
+        embeddings=StoredEmbeddings(keys.key, keys.variants, partial(store.load, keys)),
         text_tokens=manifest.text_tokens,
-        has_mask=manifest.mask is not None,
-        address=manifest.key,
-        variants=variants,
-        load=partial(store.load, manifest.keys),
     )
 
 
-def _from_torch(
-    file: Path, found: list[TorchSample], examples: list[EditExample], default: tuple[int, int] | None
-) -> Iterator[StoredSample]:
+def _from_torch(file: Path, found: list[TorchSample], default: tuple[int, int] | None) -> Iterator[Sample]:
     content = key_of("torch file", content_of(file), default)
-    for number, (sample, example) in enumerate(zip(found, examples, strict=True)):
-        address = content if len(found) == 1 else key_of(content, number)
-        yield StoredSample(
-            id=address,
-            example=example,
-            img_shapes=sample.encoded.img_shapes,
-            text_tokens=len(sample.encoded.text.tokens),
+    for number, sample in enumerate(found):
+        key = content if len(found) == 1 else key_of(content, number)
+        variants = (COMPLETE, *([NO_CAPTION] if sample.empty else []))
+        yield Sample(
+            id=key,
+            name=shown(file.stem) if len(found) == 1 else f"{shown(file.stem)} ({number + 1} of {len(found)})",
+            prompt="",
+            shapes=sample.encoded.shapes,
+            place=shown(file),
             has_mask=sample.encoded.mask is not None,
-            address=address,
-            variants=(WHOLE, *([_NO_CAPTION] if sample.empty else [])),
-            load=partial(_load_torch, file, default, number),
+            embeddings=StoredEmbeddings(key, variants, partial(_load_torch, file, default, number)),
+            text_tokens=len(sample.encoded.text.tokens),
         )
 
 
-def _load_torch(file: Path, default: tuple[int, int] | None, number: int, variant: Variant) -> EncodedExample:
+def _load_torch(file: Path, default: tuple[int, int] | None, number: int, variant: Variant) -> EncodedSample:
     sample = read_torch(file, default)[number]
-    if variant == WHOLE:
+    if variant == COMPLETE:
         return sample.encoded
-    if variant == _NO_CAPTION and sample.empty is not None:
+    if variant == NO_CAPTION and sample.empty is not None:
         return replace(sample.encoded, text=sample.empty)
     raise CacheError(f"{file} has no embedding {variant.name}", "set the dropout of captions and controls to 0.")

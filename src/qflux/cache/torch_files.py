@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qflux.config import STEP
-from qflux.data.encoded import EncodedExample, TextEmbedding
+from qflux.data.encoded import EncodedSample, TextEmbedding
 from qflux.errors import CacheError
 from qflux.files.hashing import file_hash, key_of
-from qflux.models.patches import mask_to_tokens
-from qflux.ragged.shapes import ImageShape, image_tokens
+from qflux.ragged.patches import mask_to_tokens
+from qflux.ragged.shapes import PIXELS_PER_TOKEN as STEP
+from qflux.ragged.shapes import ImageShape, Shapes, image_tokens, token_shape
 
 REMEDY = "encode the sample again with `qflux cache`, or remove the file."
 METADATA = "metadata"
@@ -37,7 +37,7 @@ METADATA = "metadata"
 class TorchSample:
     """A sample as it was read."""
 
-    encoded: EncodedExample
+    encoded: EncodedSample
     empty: TextEmbedding | None
     """Its empty prompt, if the file has one."""
     rebuilt: str
@@ -155,11 +155,12 @@ def _parse(file: Path, values: Mapping[str, Any], default: tuple[int, int] | Non
     mask = values.get("mask")
     if padded and isinstance(mask, Tensor) and mask.dim() == 1:
         mask = mask[: counts[0]]
-    encoded = EncodedExample(
+    encoded = EncodedSample(
         id=key_of("torch file", file.name),
         text=_text(values, "", file),
-        latents=(target, *together.split(counts[1:])) if counts[1:] else (target,),
-        img_shapes=tuple(shapes),
+        target=target,
+        shapes=Shapes(tuple(shapes[:1]), tuple(shapes[1:])),
+        controls=together.split(counts[1:]) if counts[1:] else (),
         mask=None if mask is None else _token_mask(mask, shapes[0], file),
     )
     empty = _text(values, "empty_", file) if "empty_prompt_embeds" in values else None
@@ -206,7 +207,7 @@ def _given_shapes(value: Any) -> list[ImageShape]:
         frames, rows, columns = (int(part) for part in shape)
         if rows * columns == 0:  # what fills up a tensor of shapes
             continue
-        shapes.append((1, rows // STEP, columns // STEP) if frames == 3 else (frames, rows, columns))
+        shapes.append(token_shape(rows, columns) if frames == 3 else (frames, rows, columns))
     return shapes
 
 
@@ -225,7 +226,7 @@ def _rebuilt_shapes(
             f"{file} does not say its height and width",
             f"set default_size of the source to the size it was made with, or {REMEDY}",
         )
-    shapes = [_shape(size)]
+    shapes = [token_shape(*size)]
     if not controls:
         return shapes, how
     if by_ids:
@@ -238,10 +239,10 @@ def _rebuilt_shapes(
             found.append(further)
         # Some wrote the number of all controls, some that of the further ones; those without a size have the first's.
         # The original's files say nothing: as many controls of the first's size as there are tokens for.
-        for count in (len(found), counted, counted + 1, controls // max(1, image_tokens([_shape(first)]))):
+        for count in (len(found), counted, counted + 1, controls // max(1, image_tokens([token_shape(*first)]))):
             sizes = [*found[:count], *[first] * (count - len(found))]
-            if count > 0 and image_tokens([_shape(s) for s in sizes]) == controls:
-                return shapes + [_shape(s) for s in sizes], how
+            if count > 0 and image_tokens([token_shape(*s) for s in sizes]) == controls:
+                return shapes + [token_shape(*s) for s in sizes], how
     raise CacheError(f"{file}: the sizes it says do not make {controls} control tokens", REMEDY)
 
 
@@ -265,10 +266,6 @@ def _number(value: Any) -> int:
     if isinstance(value, Tensor):
         return int(value.flatten()[0])
     return int(value[0]) if isinstance(value, list | tuple) else int(value)
-
-
-def _shape(size: tuple[int, int]) -> ImageShape:
-    return 1, size[0] // STEP, size[1] // STEP
 
 
 def _token_mask(mask: Tensor, shape: ImageShape, file: Path) -> Tensor:

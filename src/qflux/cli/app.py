@@ -24,9 +24,10 @@ from qflux.cli.inspect import inspect
 from qflux.cli.predict import predict
 from qflux.cli.report import report
 from qflux.cli.schema import schema
-from qflux.cli.terminal import QUIET, complain, errors, is_first_process, say
+from qflux.cli.terminal import QUIET, complain, errors, say
 from qflux.cli.train import train
 from qflux.errors import ConfigError, Interrupted, QfluxError, redacted
+from qflux.launch import launched
 from qflux.version import VERSION
 
 app = typer.Typer(
@@ -120,7 +121,7 @@ def _set_up_logging() -> None:
         os.environ.setdefault(name, "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore", module="PIL")  # what it warns of, `inspect` finds
-    for name, level in (("", logging.WARNING if is_first_process() else logging.ERROR), ("qflux", logging.NOTSET)):
+    for name, level in (("", logging.WARNING if launched().is_first else logging.ERROR), ("qflux", logging.NOTSET)):
         logging.getLogger(name).setLevel(level)  # another call may have been told --quiet or --verbose
     handler = RichHandler(console=errors, show_time=False, show_path=False)
     handler.addFilter(_without_secrets)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,8 +9,10 @@ import typer
 from rich.table import Table
 from typer.core import TyperGroup
 
-from qflux.cli.terminal import Overrides, amount, console, duration, one_config, progress_bar, say, trainer_of
+from qflux.cli.options import Overrides, one_config
+from qflux.cli.terminal import amount, console, duration, progress_bar, say, say_first, trainer_of
 from qflux.errors import CacheError, ConfigError
+from qflux.launch import launched
 
 if TYPE_CHECKING:
     from qflux.cache.build import CacheReport, Estimate
@@ -64,7 +65,7 @@ def cache_and_tell(trainer: Trainer) -> None:
         accounts: list[CacheReport] = []
         listener = Listener(
             estimate=_announce,
-            forecast=lambda kind, seconds: _say_first(f"{kind} entries: about {duration(seconds)} to go."),
+            forecast=lambda kind, seconds: say_first(f"{kind} entries: about {duration(seconds)} to go."),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
             finished=accounts.append,
         )
@@ -80,19 +81,12 @@ def _account(report: CacheReport, root: Path) -> None:
     parts = [f"{report.new_entries} entries new ({amount(report.new_bytes)})", f"{report.reused_entries} reused"]
     parts += [f"{report.cut} prompts cut"] if report.cut else []
     parts += [f"{len(report.skipped)} skipped"] if report.skipped else []
-    process = f"process {os.environ['RANK']}: " if "RANK" in os.environ else ""
-    say(f"{process}{report.samples} samples in {root}: {', '.join(parts)}, {report.seconds:.1f} s.")
+    say(f"{launched().label}{report.samples} samples in {root}: {', '.join(parts)}, {report.seconds:.1f} s.")
 
 
 def _announce(estimate: Estimate) -> None:
     kinds = f"{estimate.prompts} prompts, {estimate.images} images, {estimate.masks} masks"
-    _say_first(f"to make: {kinds}; at most about {amount(estimate.bytes)}, {amount(estimate.free)} are free.")
-
-
-def _say_first(text: str) -> None:
-    """Of several processes only the first one says it."""
-    if os.environ.get("RANK", "0") == "0":
-        say(text)
+    say_first(f"to make: {kinds}; at most about {amount(estimate.bytes)}, {amount(estimate.free)} are free.")
 
 
 @cache_app.command()
@@ -105,24 +99,11 @@ def verify(
 ) -> None:
     """Check every file of a cache against its checksum. Exit code 2 if something is broken and stays."""
     from qflux.cache.maintenance import verify as check  # noqa: PLC0415
-    from qflux.files.locks import Claims  # noqa: PLC0415
 
     store = _store(file, config, path, set_)
     with progress_bar() as bar:
         task = bar.add_task("verify", total=None, note="entries")
-
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        if repair:
-            claims = Claims(store.root)
-            try:
-                with claims.alone():
-                    found = check(store, True, progress)
-            finally:
-                claims.close()
-        else:
-            found = check(store, False, progress)
+        found = check(store, repair, lambda done, total: bar.update(task, completed=done, total=total))
     for broken, fault in found.broken.items():
         say(f"{broken}: {fault}")
     say(f"{found.entries} entries ({amount(found.bytes)}) of {found.samples} samples: {len(found.broken)} broken.")
@@ -142,10 +123,7 @@ def gc(
     set_: Overrides = None,
 ) -> None:
     """Remove what no data set of these configs refers to."""
-    from qflux.cache.maintenance import collect  # noqa: PLC0415
-    from qflux.cache.stored import StoredSample  # noqa: PLC0415
-    from qflux.files.locks import Claims  # noqa: PLC0415
-    from qflux.training.encode import plan_samples  # noqa: PLC0415
+    from qflux.cache.maintenance import collect_unused  # noqa: PLC0415
 
     configs = [*(files or []), *(config or [])]
     if not configs:
@@ -157,17 +135,9 @@ def gc(
             f"these configs have {len(roots)} caches: {', '.join(map(str, sorted(roots)))}", "one at a time."
         )
     store = _existing(trainers[0].store)
-    planned = [plan_samples(trainer.config, trainer.family, trainer.store) for trainer in trainers]
-    samples = [sample.keys for part in planned for sample in part.from_images]
-    stored = [sample.address for part in planned for sample in part.all if isinstance(sample, StoredSample)]
-    claims = Claims(store.root)
-    try:
-        with claims.alone():
-            found = collect(store, samples, stored, dry_run)
-    finally:
-        claims.close()
+    found = collect_unused(store, [(trainer.config, trainer.family) for trainer in trainers], dry_run)
     verb = "would go" if dry_run else "removed"
-    kept = f"{found.kept} entries of {len(samples) + len(stored)} samples stay"
+    kept = f"{found.kept} entries of {found.samples} samples stay"
     say(f"{len(found.files)} files {verb} ({amount(found.bytes)}); {kept}.")
 
 

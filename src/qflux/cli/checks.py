@@ -13,18 +13,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from qflux.cli.terminal import (
-    ConfigFile,
-    ConfigOption,
-    Overrides,
-    amount,
-    console,
-    one_config,
-    progress_bar,
-    say,
-    stages,
-    trainer_of,
-)
+from qflux.cli.options import ConfigFile, ConfigOption, Overrides, one_config
+from qflux.cli.terminal import amount, console, progress_bar, say, stages, trainer_of
 from qflux.errors import ConfigError, QfluxError
 
 if TYPE_CHECKING:
@@ -63,7 +53,6 @@ def check(
             say(json.dumps({"ok": False, "checks": [wrong_config]}, indent=2))
         raise
     from qflux.training.preflight.check import Check  # noqa: PLC0415
-    from qflux.training.preflight.check import check as look  # noqa: PLC0415
 
     found: list[Check] = []
     try:
@@ -75,7 +64,7 @@ def check(
             found.append(Check("device", "error", error.problem, error.remedy))
             trainer = trainer_of(config, [*(set_ or []), "model.device=cpu"])  # everything else can be looked at
         with progress_bar() as bar:
-            found += look(trainer, stages(bar))
+            found += trainer.check(stages(bar))
     except QfluxError as error:
         if json_:
             found.append(Check("configuration", "error", error.problem, error.remedy))
@@ -91,10 +80,8 @@ def check(
 
 def check_and_tell(trainer: Trainer, config: Path) -> None:
     """The same before a run; what the run is about to do anyway is not mentioned."""
-    from qflux.training.preflight.check import check as look  # noqa: PLC0415
-
     with progress_bar() as bar:
-        found = list(look(trainer, stages(bar)))
+        found = list(trainer.check(stages(bar)))
     _show([item for item in found if item.state in ("ok", "error") or item.what != "cache"])
     _require_right([item for item in found if item.state == "error"], config)
 

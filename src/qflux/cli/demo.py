@@ -10,12 +10,14 @@ import typer
 from rich.progress import TaskID
 from rich.table import Table
 
-from qflux.cli.terminal import LineNowAndThen, Overrides, console, progress_bar, say, spin_less
+from qflux.cli.options import Overrides
+from qflux.cli.terminal import LineNowAndThen, console, progress_bar, say, spin_less
+from qflux.models.registry import shipped
 
 
 def demo(
     output: Annotated[Path | None, typer.Option(help="Where everything is written. Default: below runs/.")] = None,
-    family: Annotated[str, typer.Option(help="Which family to try.")] = "flux-kontext",
+    family: Annotated[str, typer.Option(help="Which family to try.")] = shipped().family,
     set_: Overrides = None,
 ) -> None:
     """Teach a small model a new edit, offline, in three minutes: data of many sizes, cache, fit, predict, report.
@@ -26,7 +28,7 @@ def demo(
     from qflux.demo.run import demo_config, run_demo  # noqa: PLC0415
 
     started = time.perf_counter()
-    default = Path("runs/demo" if family == "flux-kontext" else f"runs/demo-{family}")
+    default = Path("runs/demo" if family == shipped().family else f"runs/demo-{family}")
     config = demo_config(output or default, set_ or [], family)
     with progress_bar() as bar:
         tasks: dict[str, TaskID] = {}
@@ -54,5 +56,5 @@ def demo(
     console.print(table)
     for what, file in summary.files.items():
         say(f"  {what}: {file}")
-    if family != "flux-kontext":
+    if family != shipped().family:
         say("This family's demo model is tiny and random: the pictures show the path, not what it can do.")

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from qflux.cli.predict import Loras, LoraScales, weighted
-from qflux.cli.terminal import ConfigFile, ConfigOption, Overrides, expanded, one_config, say, trainer_of
+from qflux.cli.options import ConfigFile, ConfigOption, Loras, LoraScales, Overrides, one_config, weighted
+from qflux.cli.terminal import expanded, say, trainer_of
 from qflux.errors import DataError
 
 
@@ -41,16 +41,13 @@ def export(
 
     qflux export recipes/flux-kontext.yaml --lora runs/flux-kontext/adapter --format comfyui
     """
-    from qflux.adapters.convert import export_adapters  # noqa: PLC0415
     from qflux.adapters.publish import upload  # noqa: PLC0415
 
     trainer = trainer_of(one_config(file, config), set_)
-    loras = weighted(lora or [trainer.config.run_dir / "adapter"], lora_scale)
+    loras = weighted(lora or [trainer.paths.adapter], lora_scale)
     if dry_run and push is None:
         raise DataError("--dry-run is for --push", "give both or neither.")
-    default = "merged" if format_ is Target.merged else f"{trainer.config.run_name}-{format_.value}.safetensors"
-    target = expanded(output or trainer.config.run_dir / "exports" / default)
-    exported = export_adapters(trainer, loras, format_.value, target)
+    exported = trainer.export(loras, format_.value, expanded(output) if output else None)
     for line in exported.lines:
         say(line)
     if push is not None:

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from qflux.cli.terminal import (
-    ConfigFile,
-    ConfigOption,
-    LineNowAndThen,
-    Overrides,
-    is_first_process,
-    one_config,
-    progress_bar,
-    say,
-    trainer_of,
-)
+from qflux.cli.options import AcceptData, ConfigFile, ConfigOption, Overrides, one_config
+from qflux.cli.terminal import LineNowAndThen, progress_bar, say, say_first, trainer_of
+from qflux.launch import launched
 
 if TYPE_CHECKING:
     from qflux.commands import Trainer
     from qflux.runs.metrics import StepReport
-
-
-AcceptData = Annotated[
-    bool, typer.Option("--accept-data-change", help="Go on with a run although its data have changed.")
-]
 
 
 def fit(
@@ -45,8 +30,7 @@ def fit(
 
 def fit_and_tell(trainer: Trainer, accept_data_change: bool = False) -> None:
     """Train with a progress bar, and say how it went."""
-    if is_first_process():
-        say(f"run: {trainer.config.run_dir.absolute()}")
+    say_first(f"run: {trainer.config.run_dir.absolute()}")
     with progress_bar() as bar:
         task = bar.add_task("fit", total=None, note="loading")
         log = LineNowAndThen()
@@ -56,7 +40,7 @@ def fit_and_tell(trainer: Trainer, accept_data_change: bool = False) -> None:
             log(report.step, f"step {report.step}/{report.total_steps}  {_progress_note(report)}")
 
         result = trainer.fit(on_step, accept_data_change)
-    if not is_first_process():
+    if not launched().is_first:
         return
     if result.resumed_from:
         say(f"continued from step {result.resumed_from}.")
@@ -65,15 +49,17 @@ def fit_and_tell(trainer: Trainer, accept_data_change: bool = False) -> None:
     what = "transformer" if result.adapter.is_dir() else "LoRA"
     say(f"{result.steps} steps{losses}{held_out}. {result.coverage}. {what}: {result.adapter}")
     if result.best:
-        folder = trainer.config.run_dir / "best"
-        use = f"; its adapter: {folder}" if folder.is_dir() else ""
+        best = trainer.paths.best
+        use = f"; its adapter: {best}" if best.is_dir() else ""
         say(f"best checkpoint by held-out loss ({result.best[1]:.4f}): {result.best[0]}{use}")
     if result.skipped_steps:
-        say(f"{result.skipped_steps} steps were left out: their loss or gradient was no number (see metrics.jsonl).")
+        say(
+            f"{result.skipped_steps} steps were skipped: their loss or gradient was NaN or infinite (see metrics.jsonl)."
+        )
     for skipped in result.coverage.skipped[:20]:
         say(f"skipped: {skipped}")
     if len(result.coverage.skipped) > 20:
-        say(f"… and {len(result.coverage.skipped) - 20} more, in {trainer.config.run_dir / 'ledger.jsonl'}")
+        say(f"… and {len(result.coverage.skipped) - 20} more, in {trainer.paths.ledger}")
 
 
 def _progress_note(report: StepReport) -> str:

@@ -7,17 +7,8 @@ from typing import Annotated
 
 import typer
 
-from qflux.cli.terminal import (
-    ConfigFile,
-    ConfigOption,
-    Overrides,
-    console,
-    one_config,
-    progress_bar,
-    say,
-    stages,
-    trainer_of,
-)
+from qflux.cli.options import ConfigFile, ConfigOption, Overrides, one_config
+from qflux.cli.terminal import console, progress_bar, say, stages, trainer_of
 
 
 def inspect(
@@ -43,8 +34,8 @@ def inspect(
         console.print(table)
     if json_:
         write_json(json_.expanduser(), inspected.summary.dump())
-    folder = (output or trainer.config.run_dir / "inspect").expanduser()
-    pictures = {"contact_sheet.png": contact_sheet(inspected.samples.all), "batch.png": batch_picture(inspected)}
+    folder = (output or trainer.paths.inspection).expanduser()
+    pictures = {"contact_sheet.png": contact_sheet(inspected.samples), "batch.png": batch_picture(inspected)}
     written = [write_png(folder / name, picture) for name, picture in pictures.items() if picture]
     for path in [*written, *([json_] if json_ else [])]:
         say(str(path))

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from qflux.cli.terminal import ConfigOption, expanded, say
+from qflux.cli.options import ConfigOption
+from qflux.cli.terminal import expanded, say
 from qflux.errors import DataError
 
 
@@ -30,17 +31,17 @@ def report(
     """
     from qflux.config import load_config  # noqa: PLC0415
     from qflux.report.page import write_report  # noqa: PLC0415
-    from qflux.runs.folder import is_run  # noqa: PLC0415
+    from qflux.runs.paths import RunPaths  # noqa: PLC0415
 
     given = [expanded(run) for run in (*(runs or []), *([config] if config else []))]
     if not given:
         raise DataError("there is no run", "name its folder, <output_dir>/<run_name>, or its config.")
     folders = [load_config(path).run_dir if path.suffix in (".yaml", ".yml") else path for path in given]
-    others = [folder for folder in folders if folder.exists() and not is_run(folder)]
+    others = [folder for folder in folders if folder.exists() and not RunPaths(folder).is_run]
     if len(others) < len(folders):  # `runs/*` names the cache as well
         for folder in others:
             say(f"{folder} is left out: it is no run, it has no config.yaml")
         folders = [folder for folder in folders if folder not in others]
-    default = folders[0] / "report.html" if len(folders) == 1 else Path("comparison.html")
+    default = RunPaths(folders[0]).report if len(folders) == 1 else Path("comparison.html")
     written = write_report(folders, expanded(output) if output else default)
     say(str(written))

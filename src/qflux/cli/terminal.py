@@ -1,4 +1,4 @@
-"""What all commands share: options, the console, progress bars."""
+"""What all commands share: the console, progress bars, how numbers are shown."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from qflux.errors import ConfigError, DataError, redacted
+from qflux.errors import DataError, redacted
+from qflux.launch import launched
 
 if TYPE_CHECKING:
     from qflux.commands import Trainer
@@ -25,24 +25,6 @@ errors = Console(stderr=True, emoji=False)
 """Errors, warnings and progress."""
 QUIET = threading.Event()
 """No progress."""
-
-ConfigFile = Annotated[
-    Path | None, typer.Argument(metavar="[FILE]", help="A YAML file; recipes/ has one per family.", show_default=False)
-]
-ConfigOption = Annotated[Path | None, typer.Option("--config", help="The same, as an option.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="path.to.key=value, replaces a value of the config.")
-]
-
-
-def one_config(file: Path | None, option: Path | None) -> Path:
-    """The config of a command, which may be given bare or as `--config`."""
-    if file is not None and option is not None and file != option:
-        raise ConfigError(f"two configs: {file} and --config {option}", "give one of them.")
-    chosen = file or option
-    if chosen is None:
-        raise ConfigError("there is no config", "name a YAML file; `qflux init FOLDER` writes one for your data.")
-    return expanded(chosen)
 
 
 def trainer_of(config: Path, overrides: list[str] | None) -> Trainer:
@@ -94,7 +76,7 @@ def progress_bar() -> Iterator[Progress]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=errors, disable=not is_first_process() or QUIET.is_set()) as progress:
+    with Progress(*columns, console=errors, disable=not launched().is_first or QUIET.is_set()) as progress:
         yield progress
 
 
@@ -125,19 +107,20 @@ class LineNowAndThen:
             say(text)
 
 
-def is_first_process() -> bool:
-    """Of those that a launcher has started."""
-    return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
+def say_first(text: str) -> None:
+    """A line that only the first of several processes prints."""
+    if launched().is_first:
+        say(text)
 
 
 def say(text: str) -> None:
-    """A line as it is: paths may hold brackets, and must not be broken."""
+    """Print a line as it is: paths may hold brackets, and must not be broken."""
     console.print(_printable(redacted(text), console), markup=False, highlight=False, soft_wrap=True)
 
 
 def complain(kind: str, text: str) -> None:
     """An error as it is, on the error stream."""
-    process = "" if is_first_process() else f"process {os.environ['RANK']}: "
+    process = "" if launched().is_first else launched().label
     errors.print(f"{process}[bold red]{kind}[/]: ", end="")
     errors.print(_printable(redacted(text), errors), markup=False, highlight=False, soft_wrap=True)
 

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from qflux.config.section import AREA_SCHEMA, Area, Folder, Names, Section, Size, Texts
+from qflux.config.section import AREA_SCHEMA, DECIDES, FREE, Area, Folder, Names, Section, Size, Texts
+from qflux.models.registry import size_presets
 
 logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    PresetName = str
+else:
+    PresetName = Literal[tuple(size_presets())]
 
 
 class Candidates(Section):
     """Candidate areas for the target (and what is aligned with it) and for each control."""
 
-    preset: Literal["kontext"] | None = Field(default=None, description="the 17 sizes FLUX Kontext was trained on")
-    target: list[Area] = Field(default=[], description="of the target and what is aligned with it")
+    preset: PresetName | None = Field(
+        default=None, description="the sizes that a model was trained on", json_schema_extra=DECIDES
+    )
+    target: list[Area] = Field(
+        default=[], description="of the target and what is aligned with it", json_schema_extra=DECIDES
+    )
     controls: list[Annotated[list[Area], Field(min_length=1)]] = Field(
-        default=[], description="list 0 is for the first control, the image to edit; list i for `<base>_control_i`"
+        default=[],
+        description="list 0 is for the first control, the image to edit; list i for `<base>_control_i`",
+        json_schema_extra=DECIDES,
     )
 
     @model_validator(mode="after")
@@ -41,11 +53,11 @@ def _candidates(value: Any) -> Any:
 _CANDIDATES_SCHEMA: dict[str, Any] = {
     "anyOf": [
         {"type": "array", "items": AREA_SCHEMA},
-        {"enum": ["kontext", None]},
+        {"enum": [*size_presets(), None]},
         {
             "type": "object",
             "properties": {
-                "preset": {"enum": ["kontext", None]},
+                "preset": {"enum": [*size_presets(), None]},
                 "target": {"type": "array", "items": AREA_SCHEMA},
                 "controls": {"type": "array", "items": {"type": "array", "items": AREA_SCHEMA}},
             },
@@ -61,23 +73,32 @@ class ProcessorSettings(Section):
     process_type: Literal["center_crop", "resize", "padding", "fixed_pixels"] = Field(
         default="fixed_pixels",
         description="center_crop and fixed_pixels cover the size and crop the rest; resize stretches; padding pads",
+        json_schema_extra=DECIDES,
     )
-    target_size: Size | None = Field(default=None, description="one fixed [height, width]")
+    target_size: Size | None = Field(default=None, description="one fixed [height, width]", json_schema_extra=DECIDES)
     multi_resolutions: Annotated[
         Candidates | None, BeforeValidator(_candidates), WithJsonSchema(_CANDIDATES_SCHEMA)
     ] = Field(
-        default=None, description='candidate areas: a list, {target: […], controls: [[…], …]}, or the preset "kontext"'
+        default=None,
+        description="candidate areas: a list, {target: […], controls: [[…], …]}, or the name of a preset",
+        json_schema_extra=DECIDES,
     )
-    target_pixels: Area | None = Field(default=None, description="one area for all images")
+    target_pixels: Area | None = Field(default=None, description="one area for all images", json_schema_extra=DECIDES)
     controls_size: list[Size] | None = Field(
         default=None,
         description="[height, width] of each control, the image to edit first; default: that one shares the target's",
+        json_schema_extra=DECIDES,
     )
     controls_pixels: list[Area] | Area | None = Field(
-        default=None, description="area of each control, the image to edit first; one number is for all of them"
+        default=None,
+        description="area of each control, the image to edit first; one number is for all of them",
+        json_schema_extra=DECIDES,
     )
     max_aspect_ratio: float | None = Field(
-        default=3.0, ge=1.0, description="of an image; one beyond it is not used; null: no limit"
+        default=3.0,
+        ge=1.0,
+        description="of an image; one beyond it is not used; null: no limit",
+        json_schema_extra=DECIDES,
     )
 
     @model_validator(mode="after")
@@ -95,10 +116,16 @@ class ProcessorSettings(Section):
 class Source(Section):
     """What every source of samples has. A sample trains `repeats` x `weight` times in an epoch."""
 
-    path: Folder = Field(description="a folder or a file; for Hugging Face also a hub id")
-    repeats: int = Field(default=1, ge=1, le=10_000, description="visits of a sample in an epoch")
+    path: Folder = Field(description="a folder or a file; for Hugging Face also a hub id", json_schema_extra=FREE)
+    repeats: int = Field(
+        default=1, ge=1, le=10_000, description="visits of a sample in an epoch", json_schema_extra=FREE
+    )
     weight: float = Field(
-        default=1.0, ge=0.001, le=10_000, description="may be a fraction: 0.25 is once in four epochs, in turns"
+        default=1.0,
+        ge=0.001,
+        le=10_000,
+        description="may be a fraction: 0.25 is once in four epochs, in turns",
+        json_schema_extra=FREE,
     )
 
     @model_validator(mode="after")
@@ -116,65 +143,77 @@ class Source(Section):
 class FolderSource(Source):
     """training_images/ with a prompt beside each image, and control_images/."""
 
-    type: Literal["folder"] = Field(default="folder", description="this kind; may be left out")
+    type: Literal["folder"] = Field(default="folder", description="this kind; may be left out", json_schema_extra=FREE)
 
 
 class TableColumns(Section):
     """Where a table has what. Further controls are in `<control>_1`, `<control>_2`, …"""
 
-    target: str = Field(default="path_target", description="the wanted image")
+    target: str = Field(default="path_target", description="the wanted image", json_schema_extra=FREE)
     control: str = Field(
-        default="path_control", description="the image to edit; in JSON it may hold a list, with further ones behind it"
+        default="path_control",
+        description="the image to edit; in JSON it may hold a list, with further ones behind it",
+        json_schema_extra=FREE,
     )
     controls: Names | None = Field(
-        default=None, description="instead of `control`: a column for each control, the image to edit first"
+        default=None,
+        description="instead of `control`: a column for each control, the image to edit first",
+        json_schema_extra=FREE,
     )
-    prompt: str = Field(default="prompt", description="the instruction")
-    mask: str = Field(default="path_mask", description="the edited region, if the table has one")
+    prompt: str = Field(default="prompt", description="the instruction", json_schema_extra=FREE)
+    mask: str = Field(
+        default="path_mask", description="the edited region, if the table has one", json_schema_extra=FREE
+    )
 
 
 class CsvSource(Source):
     """A CSV file with a header, separated by commas, semicolons or tabs; paths are relative to `root`."""
 
-    type: Literal["csv"] = Field(description="this kind")
-    root: Folder | None = Field(default=None, description="default: the folder of the file")
+    type: Literal["csv"] = Field(description="this kind", json_schema_extra=FREE)
+    root: Folder | None = Field(default=None, description="default: the folder of the file", json_schema_extra=FREE)
     columns: TableColumns = Field(default=TableColumns(), description="what the columns are called")
 
 
 class JsonlSource(Source):
     """A file with one JSON object per line, or a `.json` with a list of them, with the fields of a CSV source."""
 
-    type: Literal["jsonl"] = Field(description="this kind")
-    root: Folder | None = Field(default=None, description="default: the folder of the file")
+    type: Literal["jsonl"] = Field(description="this kind", json_schema_extra=FREE)
+    root: Folder | None = Field(default=None, description="default: the folder of the file", json_schema_extra=FREE)
     columns: TableColumns = Field(default=TableColumns(), description="what the fields are called")
 
 
 class HubColumns(Section):
     """Where a Hugging Face data set has what."""
 
-    target: str = Field(default="target_image", description="the wanted image")
+    target: str = Field(default="target_image", description="the wanted image", json_schema_extra=FREE)
     controls: Texts = Field(
-        default=("control_images",), description="a column with one image or a list of images; or several columns"
+        default=("control_images",),
+        description="a column with one image or a list of images; or several columns",
+        json_schema_extra=FREE,
     )
-    prompt: str = Field(default="prompt", description="the instruction")
-    mask: str = Field(default="control_mask", description="the edited region, if there is one")
+    prompt: str = Field(default="prompt", description="the instruction", json_schema_extra=FREE)
+    mask: str = Field(default="control_mask", description="the edited region, if there is one", json_schema_extra=FREE)
 
 
 class HubSource(Source):
     """A Hugging Face data set: a hub id, a saved data set, or parquet or arrow files. Needs `qflux[datasets]`."""
 
-    type: Literal["huggingface"] = Field(description="this kind")
-    split: str = Field(default="train", description="of the data set")
-    revision: str | None = Field(default=None, description="of a hub id: a branch, a tag or a commit")
+    type: Literal["huggingface"] = Field(description="this kind", json_schema_extra=FREE)
+    split: str = Field(default="train", description="of the data set", json_schema_extra=FREE)
+    revision: str | None = Field(
+        default=None, description="of a hub id: a branch, a tag or a commit", json_schema_extra=FREE
+    )
     columns: HubColumns = Field(default=HubColumns(), description="what the columns are called")
 
 
 class CacheSource(Source):
     """Embeddings without images: another cache folder, or torch files of format 1.0 or 2.0, one sample each."""
 
-    type: Literal["cache"] = Field(description="this kind")
+    type: Literal["cache"] = Field(description="this kind", json_schema_extra=FREE)
     default_size: Size | None = Field(
-        default=None, description="[height, width] in pixels, for 1.0 files that do not say theirs"
+        default=None,
+        description="[height, width] in pixels, for 1.0 files that do not say theirs",
+        json_schema_extra=FREE,
     )
 
 
@@ -187,9 +226,13 @@ SourceList = list[
 class HeldOutSettings(Section):
     """Samples that never train: so many, such a share, or sources of their own."""
 
-    count: int | None = Field(default=None, ge=1, description="so many of the training sources' samples")
-    fraction: float | None = Field(default=None, gt=0, lt=1, description="such a share of them")
-    sources: SourceList | None = Field(default=None, min_length=1, description="sources of their own")
+    count: int | None = Field(
+        default=None, ge=1, description="so many of the training sources' samples", json_schema_extra=FREE
+    )
+    fraction: float | None = Field(default=None, gt=0, lt=1, description="such a share of them", json_schema_extra=FREE)
+    sources: SourceList | None = Field(
+        default=None, min_length=1, description="sources of their own", json_schema_extra=FREE
+    )
 
     @model_validator(mode="after")
     def _one_of_them(self) -> HeldOutSettings:
@@ -201,17 +244,32 @@ class HeldOutSettings(Section):
 class DataSettings(Section):
     """Where the samples are and how many make a micro-batch."""
 
-    path: Folder | None = Field(default=None, description="one folder; the short form of `sources`")
-    sources: SourceList = Field(default=[], description="folders, CSV and JSONL tables, Hugging Face data sets")
-    held_out: HeldOutSettings | None = Field(default=None, description="what validates and never trains")
-    class_sources: SourceList = Field(default=[], description="class images, for prior preservation")
-    batch_size: int | None = Field(default=None, ge=1, description="samples in a micro-batch, of any sizes; default 1")
-    max_tokens: int | None = Field(
-        default=None, ge=1, description="instead of batch_size: text and image tokens in a micro-batch"
+    path: Folder | None = Field(
+        default=None, description="one folder; the short form of `sources`", json_schema_extra=FREE
     )
-    num_workers: int = Field(default=2, ge=0, le=256, description="threads that read samples ahead of the step")
+    sources: SourceList = Field(
+        default=[], description="folders, CSV and JSONL tables, Hugging Face data sets", json_schema_extra=FREE
+    )
+    held_out: HeldOutSettings | None = Field(default=None, description="what validates and never trains")
+    class_sources: SourceList = Field(
+        default=[], description="class images, for prior preservation", json_schema_extra=FREE
+    )
+    batch_size: int | None = Field(
+        default=None, ge=1, description="samples in a micro-batch, of any sizes; default 1", json_schema_extra=FREE
+    )
+    max_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="instead of batch_size: text and image tokens in a micro-batch",
+        json_schema_extra=FREE,
+    )
+    num_workers: int = Field(
+        default=2, ge=0, le=256, description="threads that read samples ahead of the step", json_schema_extra=FREE
+    )
     on_bad_sample: Literal["error", "skip"] = Field(
-        default="error", description="skip: leave out what can't be used, and name each one in the ledger"
+        default="error",
+        description="skip: leave out what can't be used, and name each one in the ledger",
+        json_schema_extra=FREE,
     )
     processor: ProcessorSettings = Field(
         default=ProcessorSettings(), description="how images reach their training size"

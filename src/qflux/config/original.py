@@ -13,12 +13,9 @@ from typing import Any
 
 from qflux.config.reader import is_original, read_yaml
 from qflux.errors import ConfigError, cut
+from qflux.models.registry import ORIGINAL_DEFAULT, all_facts
 
-FAMILIES = {
-    "FluxKontext": "flux-kontext",
-    "QwenImageEdit": "qwen-image-edit",
-    "QwenImageEditPlus": "qwen-image-edit-plus",
-}
+FAMILIES = {facts.original_trainer: facts for facts in all_facts() if facts.original_trainer}
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32", False: "float32"}
 """YAML reads `no` as false."""
 _PADDINGS = {"center_padding": "padding", "right_padding": "padding"}
@@ -86,12 +83,12 @@ class _Importer:
         return self._result
 
     def _model(self) -> None:
-        trainer = str(self._take("trainer") or "QwenImageEdit")
+        trainer = str(self._take("trainer") or ORIGINAL_DEFAULT)
         if trainer not in FAMILIES:
             raise ConfigError(f"trainer: {trainer} has no counterpart in qflux", f"these have: {', '.join(FAMILIES)}.")
-        self._put("family", FAMILIES[trainer])
+        self._put("family", FAMILIES[trainer].name)
         named = self._take("model.pretrained_model_name_or_path") or self._take("model.pretrained_model_path")
-        pretrained = str(named or "Qwen/Qwen-Image-Edit")
+        pretrained = str(named or FAMILIES[ORIGINAL_DEFAULT].hub_id)
         self._put("model.pretrained", pretrained)
         if re.search(r"4bit|nf4|fp4|fp8", pretrained.lower()):
             self._note(

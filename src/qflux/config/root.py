@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
 from qflux.config.data import DataSettings
-from qflux.config.section import Folder, Section, Seed
+from qflux.config.section import DECIDES, FREE, Folder, Marks, Section, Seed
 from qflux.config.training import (
     CacheSettings,
     LoraSettings,
@@ -20,19 +21,28 @@ from qflux.config.training import (
     ValidationSettings,
 )
 from qflux.errors import redacted
+from qflux.models import registry
+
+if TYPE_CHECKING:
+    FamilyName = str
+else:
+    FamilyName = Literal[registry.names()]
 
 
 class Config(Section):
     """Everything a run depends on."""
 
-    family: Literal["flux-kontext", "qwen-image", "qwen-image-edit", "qwen-image-edit-plus"] = Field(
-        default="flux-kontext", description="which kind of model"
-    )
-    output_dir: Folder = Field(default=Path("runs"), description="where runs and the cache go")
+    family: FamilyName = Field(default=registry.DEFAULT, description="which kind of model", json_schema_extra=DECIDES)
+    output_dir: Folder = Field(default=Path("runs"), description="where runs and the cache go", json_schema_extra=FREE)
     run_name: str = Field(
-        default="run", pattern=r"^[\w][\w.-]*$", description="a folder of output_dir; `cache` is taken"
+        default="run",
+        pattern=r"^[\w][\w.-]*$",
+        description="a folder of output_dir; `cache` is taken",
+        json_schema_extra=FREE,
     )
-    seed: Seed = Field(default=0, description="of everything random: equal seeds give equal runs")
+    seed: Seed = Field(
+        default=0, description="of everything random: equal seeds give equal runs", json_schema_extra=DECIDES
+    )
     model: ModelSettings = Field(description="which weights, and in what precision")
     data: DataSettings = Field(description="where the samples are")
     cache: CacheSettings = Field(default=CacheSettings(), description="where embeddings are kept")
@@ -66,6 +76,25 @@ class Config(Section):
             raise ValueError("Prodigy sums over one process's shards and gets its step size wrong: no fsdp with it")
         return self
 
+    @model_validator(mode="after")
+    def _sizes_fit_the_family(self) -> Config:
+        multiple, processor = registry.facts_of(self.family).size_multiple, self.data.processor
+        named: dict[str, Sequence[Any]] = {
+            "data.processor.target_size": [processor.target_size],
+            "data.processor.controls_size": processor.controls_size or [],
+            "predict.size": [self.predict.size],
+        }
+        for name, sizes in named.items():
+            for size in sizes:
+                if isinstance(size, tuple) and any(side % multiple for side in size):
+                    raise ValueError(f"{name}: {list(size)} are not multiples of {multiple}, as {self.family} needs")
+        return self
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """The layers that train: those of the config, or the family's own."""
+        return self.lora.target_modules or registry.facts_of(self.family).lora_targets
+
     @property
     def run_dir(self) -> Path:
         return self.output_dir / self.run_name
@@ -77,7 +106,26 @@ class Config(Section):
     def dump(self) -> dict[str, Any]:
         """Plain values, as they would stand in a config file; without secrets that somebody has put into addresses."""
         values: dict[str, Any] = _redacted(self.model_dump(mode="json"))
+        values["lora"]["target_modules"] = list(self.lora_targets)
         return values
+
+    def marked(self, mark: Literal["resume", "record"]) -> dict[str, Any]:
+        """The settings whose fields say that a resumed run must share them, or that a LoRA file records them."""
+        return _marked(self, self.dump(), mark)
+
+
+def _marked(section: Section, values: dict[str, Any], mark: str) -> dict[str, Any]:
+    found = {}
+    for name, field in type(section).model_fields.items():
+        marks, value = field.json_schema_extra, getattr(section, name)
+        if isinstance(marks, Marks):
+            is_left_out = marks.if_set and value == field.default
+            if getattr(marks, mark) and not is_left_out:
+                found[name] = values[name]
+        elif isinstance(value, Section):
+            inner = _marked(value, values[name], mark)
+            found |= {name: inner} if inner else {}
+    return found
 
 
 def _redacted(value: Any) -> Any:

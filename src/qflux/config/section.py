@@ -8,8 +8,39 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-STEP = 16
-"""Sizes are multiples of this many pixels: one token."""
+from qflux.models.registry import all_facts
+
+STEP = min(facts.size_multiple for facts in all_facts())
+"""Sizes are multiples of this many pixels; a family may ask for more."""
+
+
+class Marks:
+    """What a setting means beside its value: it stands on the field itself, so that a new one can't be forgotten.
+
+    It is handed to pydantic as the field's `json_schema_extra`, and leaves the JSON Schema as it is.
+    """
+
+    def __init__(self, resume: bool, record: bool, if_set: bool = False) -> None:
+        self.resume = resume
+        """A run may only go on with the value that it began with."""
+        self.record = record
+        """A LoRA file says what it was."""
+        self.if_set = if_set
+        """Both only where it is not the default: checkpoints and files of before it existed have none."""
+
+    def __call__(self, schema: dict[str, Any]) -> None:
+        pass
+
+
+DECIDES = Marks(resume=True, record=True)
+"""What is learnt depends on it."""
+MATCHES = Marks(resume=True, record=False)
+"""What is learnt depends on it, but it says where something is on somebody's disk."""
+NOTED = Marks(resume=False, record=True)
+"""Worth knowing of a LoRA, and may change while it trains."""
+FREE = Marks(resume=False, record=False)
+"""How something is computed, or where: the result does not depend on it."""
+DECIDES_IF_SET = Marks(resume=True, record=True, if_set=True)
 
 
 class Section(BaseModel):

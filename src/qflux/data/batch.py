@@ -11,19 +11,32 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qflux.data.encoded import EncodedExample, TextEmbedding
+from qflux.data.encoded import EncodedSample, TextEmbedding
+from qflux.data.sample import Sample
 from qflux.ragged.interleave import Interleave
-from qflux.ragged.shapes import ImageShape, image_tokens
+from qflux.ragged.shapes import Shapes
 from qflux.ragged.transfer import upload
 
 
 @dataclass(frozen=True)
-class EditBatch:
+class NoisySample:
+    """A sample on one of its visits: embeddings, noise level, noise, and its weight in the loss of the step."""
+
+    sample: Sample
+    encoded: EncodedSample
+    sigma: float
+    noise: Tensor
+    """`(m, C)`"""
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Batch:
     """Samples of any sizes and control counts."""
 
-    ids: tuple[str, ...]
-    img_shapes: tuple[tuple[ImageShape, ...], ...]
-    """Per sample: the target, then its controls."""
+    samples: tuple[Sample, ...]
+    shapes: tuple[Shapes, ...]
+    """Of what each sample shows: dropout may have taken its controls away."""
     text: tuple[TextEmbedding, ...]
     targets: Tensor
     """`(M, C)` clean target tokens."""
@@ -39,36 +52,35 @@ class EditBatch:
     """`(B,)` of each sample's term in the loss of the step."""
     images: Interleave
     """Targets and controls as two streams and as the images of each sample."""
+    counts: bool = True
+    """False for a stand-in, which only keeps this rank in step with the others."""
 
     @classmethod
     def collate(
-        cls,
-        examples: Sequence[EncodedExample],
-        noise: Sequence[Tensor],
-        sigma: Sequence[float],
-        device: torch.device | str,
-        dtype: torch.dtype,
-        weight: Sequence[float] | None = None,
-    ) -> EditBatch:
+        cls, items: Sequence[NoisySample], device: torch.device | str, dtype: torch.dtype, counts: bool = True
+    ) -> Batch:
         """Concatenate samples; nothing of a sample depends on the others."""
-        targets = [example.latents[0] for example in examples]
-        controls = [latent for example in examples for latent in example.latents[1:]]
-        masks = [torch.ones(e.target_tokens) if e.mask is None else e.mask for e in examples]
+        encoded = [item.encoded for item in items]
+        controls = [tokens for sample in encoded for tokens in sample.controls]
+        masks = [torch.ones(len(s.target)) if s.mask is None else s.mask for s in encoded]
+        sigma, weight = [item.sigma for item in items], [item.weight for item in items]
         return cls(
-            ids=tuple(example.id for example in examples),
-            img_shapes=tuple(example.img_shapes for example in examples),
-            text=tuple(_moved(example.text, device, dtype) for example in examples),
-            targets=upload(torch.cat(targets).float(), device),
-            controls=upload(torch.cat(controls or [targets[0][:0]]).float(), device),
-            noise=upload(torch.cat(list(noise)).float(), device),
+            samples=tuple(item.sample for item in items),
+            shapes=tuple(sample.shapes for sample in encoded),
+            text=tuple(sample.text.to(device, dtype) for sample in encoded),
+            targets=upload(torch.cat([sample.target for sample in encoded]).float(), device),
+            # A batch without any control still needs a tensor of their width.
+            controls=upload(torch.cat(controls or [encoded[0].target[:0]]).float(), device),
+            noise=upload(torch.cat([item.noise for item in items]).float(), device),
             sigma=upload(torch.tensor(sigma, dtype=torch.float32), device),
             mask=upload(torch.cat(masks).float(), device),
-            weight=upload(torch.tensor(weight or [1.0] * len(examples), dtype=torch.float32), device),
+            weight=upload(torch.tensor(weight, dtype=torch.float32), device),
             images=Interleave.build(
-                [example.target_tokens for example in examples],
-                [image_tokens(example.img_shapes[1:]) for example in examples],
+                [sample.shapes.target_tokens for sample in encoded],
+                [sample.shapes.control_tokens for sample in encoded],
                 device,
             ),
+            counts=counts,
         )
 
     def noisy_images(self) -> Tensor:
@@ -88,15 +100,8 @@ class EditBatch:
     @property
     def lengths(self) -> list[int]:
         """Text and image tokens of each sample."""
-        return [
-            len(text.tokens) + image_tokens(shapes) for text, shapes in zip(self.text, self.img_shapes, strict=True)
-        ]
+        return [len(text.tokens) + shapes.tokens for text, shapes in zip(self.text, self.shapes, strict=True)]
 
     @property
     def target_lengths(self) -> list[int]:
-        return [image_tokens(shapes[:1]) for shapes in self.img_shapes]
-
-
-def _moved(text: TextEmbedding, device: torch.device | str, dtype: torch.dtype) -> TextEmbedding:
-    pooled = None if text.pooled is None else upload(text.pooled.to(dtype), device)
-    return TextEmbedding(upload(text.tokens.to(dtype), device), pooled)
+        return [shapes.target_tokens for shapes in self.shapes]

@@ -2,7 +2,7 @@
 
 1. `_listed`        every source is listed
 2. `FileIndex`      headers and hashes of all images, in parallel, each file once in its life
-3. `_sized`         every image of a sample gets its transform, from sizes alone
+3. `_made`          every image of a sample gets its transform, from sizes alone
 4. `_merged`        samples with equal content become one that trains as often as all of them
 5. `_split`         held-out samples are set apart, chosen by content
 """
@@ -12,24 +12,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from qflux.config import CacheSource, DataSettings, Source
 from qflux.data.images.decode import ImageFacts, ImageRef, shown
 from qflux.data.images.index import FileIndex
 from qflux.data.images.sizes import ImageProcessor, Transform
+from qflux.data.sample import Sample, SampleImage, SampleImages, names
 from qflux.data.sources import read_source
-from qflux.data.sources.listing import EditExample, Fault, Listing
+from qflux.data.sources.listing import Fault, ListedSample, Listing
 from qflux.errors import DataError, collected
 from qflux.files.hashing import key_of
-from qflux.ragged.shapes import ImageShape, image_tokens, token_shape
-
-if TYPE_CHECKING:
-    from qflux.cache.stored import StoredSample
+from qflux.ragged.shapes import Shapes, token_shape
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
+
+StoredReader = Callable[[CacheSource, bool], tuple[list[Sample], Listing]]
+"""Lists a source of embeddings without images; the cache room knows how."""
 
 
 class ImagePolicy(Protocol):
@@ -39,123 +40,108 @@ class ImagePolicy(Protocol):
     def prompt_view(self) -> Callable[[int, tuple[int, int], Transform], Transform | None]:
         """How the text encoder sees a control: from its index, its own (width, height) and its transform."""
 
+    @property
+    def pixels_per_token(self) -> int:
+        """Height and width in pixels of what a token stands for."""
+
+    @property
+    def size_multiple(self) -> int:
+        """Heights and widths of images are multiples of this many pixels."""
+
     def check_controls(self, count: int, what: str) -> None:
         """A `DataError` if a sample can't have this many controls."""
 
 
-@dataclass(frozen=True)
-class SizedExample:
-    """A sample and what will become of its images."""
-
-    id: str
-    """From content alone: the same wherever the files are and however they are listed."""
-    content: str
-    """The same, for a class image as well: those have noise of their own, and so ids of their own."""
-    example: EditExample
-    facts: tuple[ImageFacts, ...]
-    """One per image, target first."""
-    transforms: tuple[Transform, ...]
-    """One per image, target first."""
-    views: tuple[Transform | None, ...]
-    """One per control: how the text encoder sees it, if it does."""
-    mask_hash: str | None
-
-    @property
-    def img_shapes(self) -> tuple[ImageShape, ...]:
-        return tuple(token_shape(*transform.size) for transform in self.transforms)
-
-    @property
-    def image_tokens(self) -> int:
-        return image_tokens(self.img_shapes)
-
-    @property
-    def target_tokens(self) -> int:
-        return image_tokens(self.img_shapes[:1])
-
-    @property
-    def crops_first_control(self) -> bool:
-        """The first control has another aspect ratio than the target, and loses more than a step to the crop."""
-        if len(self.facts) < 2:
-            return False
-        target, control = self.transforms[:2]
-        return control.crops(*self.facts[1].size) and not target.crops(*self.facts[0].size)
-
-
 @dataclass
-class SampleSet:
-    """Everything the configured sources hold."""
+class Dataset:
+    """The samples of a config, and what is wrong with the rest."""
 
-    training: list[SizedExample] = field(default_factory=list)
-    """In the order of their ids."""
-    held_out: list[SizedExample] = field(default_factory=list)
-    stored: list[StoredSample] = field(default_factory=list)
-    """Samples that exist only as embeddings."""
-    stored_held_out: list[StoredSample] = field(default_factory=list)
+    training: list[Sample] = field(default_factory=list)
+    """Those made from images in the order of their ids, then those that exist only as embeddings."""
+    held_out: list[Sample] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    """What is left out, and why."""
     notes: list[str] = field(default_factory=list)
     listings: list[Listing] = field(default_factory=list)
 
     @property
-    def all(self) -> list[SizedExample]:
+    def all(self) -> list[Sample]:
         return [*self.training, *self.held_out]
+
+    @property
+    def from_images(self) -> list[Sample]:
+        """Those that can be encoded again."""
+        return [sample for sample in self.all if sample.images is not None]
+
+    def drop(self, sample: Sample, reason: str) -> None:
+        """Leave a sample out."""
+        self.training = [other for other in self.training if other is not sample]
+        self.held_out = [other for other in self.held_out if other is not sample]
+        self.faults.append(Fault(sample.name, reason, source=sample.source))
 
 
 def gather(
-    settings: DataSettings, policy: ImagePolicy, index: FileIndex, progress: Progress | None = None
-) -> SampleSet:
+    settings: DataSettings,
+    policy: ImagePolicy,
+    index: FileIndex,
+    read_stored: StoredReader | None = None,
+    progress: Progress | None = None,
+) -> Dataset:
     """The samples of a config, and everything that is wrong with the rest."""
-    gathered = SampleSet()
-    listings = _listed(settings.training_sources, gathered.stored)
-    listings += _listed(settings.class_sources, gathered.stored, is_prior=True)
+    dataset = Dataset()
+    stored: list[Sample] = []
+    stored_apart: list[Sample] = []
+    listings = _listed(settings.training_sources, read_stored, stored)
+    listings += _listed(settings.class_sources, read_stored, stored, is_prior=True)
     apart_sources = settings.held_out.sources if settings.held_out and settings.held_out.sources else []
-    apart = _listed(apart_sources, gathered.stored_held_out)
-    gathered.listings = [*listings, *apart]
-    for listing in gathered.listings:
-        gathered.faults += listing.faults
-        gathered.notes += listing.notes
+    apart = _listed(apart_sources, read_stored, stored_apart)
+    dataset.listings = [*listings, *apart]
+    for listing in dataset.listings:
+        dataset.faults += listing.faults
+        dataset.notes += listing.notes
 
-    examples, validation = (
-        [example for listing in part if not listing.is_stored for example in listing.examples]
-        for part in (listings, apart)
-    )
-    sized = _sized([*examples, *validation], settings, policy, index, gathered, progress)
-    training = [sample for number, sample in sized if number < len(examples)]
-    held_out = [sample for number, sample in sized if number >= len(examples)]
-    gathered.training, gathered.held_out = _merged(training, gathered), _merged(held_out, gathered)
-    _split(settings, gathered)
-    cropped = [str(sample.example.controls[0]) for sample in gathered.all if sample.crops_first_control]
+    listed = [sample for listing in listings for sample in listing.samples]
+    listed_apart = [sample for listing in apart for sample in listing.samples]
+    made = _made([*listed, *listed_apart], settings, policy, index, dataset, progress)
+    training = [sample for number, sample in made if number < len(listed)]
+    held_out = [sample for number, sample in made if number >= len(listed)]
+    dataset.training = [*_merged(training, dataset), *stored]
+    dataset.held_out = [*_merged(held_out, dataset), *stored_apart]
+    _split(settings, dataset)
+    cropped = [s for s in dataset.all if s.images and s.images.crops_first_control]
     if cropped:
-        gathered.notes.append(
+        dataset.notes.append(
             f"{len(cropped)} first controls have another aspect ratio than their target and are cropped to it: "
-            + ", ".join(cropped[:10])
+            + ", ".join(str(sample.own_images.controls[0].ref) for sample in cropped[:10])
         )
-    return gathered
+    return dataset
 
 
-def require_usable(gathered: SampleSet, settings: DataSettings) -> None:
+def require_usable(dataset: Dataset, settings: DataSettings) -> None:
     """Say what there is to say; an error for faults unless they may be skipped, and if nothing is left."""
-    for note in gathered.notes:
+    for note in dataset.notes:
         logger.warning("%s", note)
-    names = ", ".join(listing.source for listing in gathered.listings)
-    if any(fault.is_fatal for fault in gathered.faults) or (gathered.faults and settings.on_bad_sample == "error"):
-        remedies = dict.fromkeys(fault.remedy for fault in gathered.faults if fault.remedy)
+    sources = ", ".join(listing.source for listing in dataset.listings)
+    if any(fault.is_fatal for fault in dataset.faults) or (dataset.faults and settings.on_bad_sample == "error"):
+        remedies = dict.fromkeys(fault.remedy for fault in dataset.faults if fault.remedy)
         remedy = " ".join([*list(remedies)[:3], "data.on_bad_sample: skip leaves such samples out and names them."])
-        raise collected(DataError, f"the data in {names} is not all usable", list(map(str, gathered.faults)), remedy)
-    for fault in gathered.faults:
+        raise collected(DataError, f"the data in {sources} is not all usable", list(map(str, dataset.faults)), remedy)
+    for fault in dataset.faults:
         logger.warning("skipped: %s", fault)
-    if not gathered.training and not gathered.stored:
-        skipped = f"; {len(gathered.faults)} were skipped" if gathered.faults else ""
-        raise DataError(f"no usable sample in {names}{skipped}", "`qflux inspect` shows what is wrong with the data.")
+    if not dataset.training:
+        skipped = f"; {len(dataset.faults)} were skipped" if dataset.faults else ""
+        raise DataError(f"no usable sample in {sources}{skipped}", "`qflux inspect` shows what is wrong with the data.")
 
 
-def _listed(sources: Sequence[Source], stored: list[StoredSample], is_prior: bool = False) -> list[Listing]:
-    """Every source's listing; samples that exist only as embeddings are also put into `stored`."""
+def _listed(
+    sources: Sequence[Source], read_stored: StoredReader | None, stored: list[Sample], is_prior: bool = False
+) -> list[Listing]:
+    """Every source's listing; samples that exist only as embeddings are put into `stored` as they are."""
     listings = []
     for source in sources:
         try:
             if isinstance(source, CacheSource):
-                from qflux.cache.stored import read_stored  # noqa: PLC0415  (imports torch)
-
+                assert read_stored is not None, "this caller can't read embeddings"
                 samples, listing = read_stored(source, is_prior)
                 stored += samples
             else:
@@ -167,82 +153,92 @@ def _listed(sources: Sequence[Source], stored: list[StoredSample], is_prior: boo
     return listings
 
 
-def _sized(
-    examples: Sequence[EditExample],
+def _made(
+    listed: Sequence[ListedSample],
     settings: DataSettings,
     policy: ImagePolicy,
     index: FileIndex,
-    gathered: SampleSet,
+    dataset: Dataset,
     progress: Progress | None,
-) -> list[tuple[int, SizedExample]]:
-    """Every usable example with its number; the others become faults."""
-    images: list[ImageRef] = [
-        ref for example in examples for ref in (*example.images, *([example.mask] if example.mask else []))
-    ]
+) -> list[tuple[int, Sample]]:
+    """Every usable sample with its number in the list; the others become faults."""
+    images: list[ImageRef] = [ref for sample in listed for ref in sample.images]
     facts = iter(index.facts(images, progress))
-    processor = ImageProcessor(settings.processor)
-    sized = []
-    for number, example in enumerate(examples):
-        found = [next(facts) for _ in example.images]
-        mask = next(facts) if example.mask else None
-        broken = [fact for fact in (*found, mask) if isinstance(fact, DataError)]
+    processor = ImageProcessor(settings.processor, policy.size_multiple)
+    made = []
+    for number, sample in enumerate(listed):
+        found = [next(facts) for _ in sample.images]
         try:
-            if broken:
-                raise broken[0]
-            known = tuple(fact for fact in found if isinstance(fact, ImageFacts))
-            sized.append((number, _size_one(example, known, mask, processor, policy)))
+            known = []
+            for fact in found:
+                if isinstance(fact, DataError):
+                    raise fact
+                known.append(fact)
+            made.append((number, _make(sample, known, processor, policy)))
         except DataError as error:
-            gathered.faults.append(Fault(example.name, error.problem, error.remedy, example.source))
-    return sized
+            dataset.faults.append(Fault(sample.name, error.problem, error.remedy, sample.source))
+    return made
 
 
-def _size_one(
-    example: EditExample,
-    facts: tuple[ImageFacts, ...],
-    mask: ImageFacts | DataError | None,
-    processor: ImageProcessor,
-    policy: ImagePolicy,
-) -> SizedExample:
-    policy.check_controls(len(example.controls), str(example.target))
-    target = processor.target(*facts[0].size, name=str(example.target))
-    transforms: list[Transform] = [target]
-    views = []
-    for number, (control, fact) in enumerate(zip(example.controls, facts[1:], strict=True)):
-        transforms.append(processor.control(number, *fact.size, target, str(control)))
-        views.append(policy.prompt_view(number, fact.size, transforms[-1]))
-    if isinstance(mask, ImageFacts) and mask.size != facts[0].size:
-        sizes = " and ".join(f"{fact.width}x{fact.height}" for fact in (mask, facts[0]))
+def _make(listed: ListedSample, facts: Sequence[ImageFacts], processor: ImageProcessor, policy: ImagePolicy) -> Sample:
+    """A sample with its transforms; `facts` are of `listed.images`."""
+    of_target, of_controls = facts[0], facts[1 : 1 + len(listed.controls)]
+    of_mask = facts[-1] if listed.mask else None
+    policy.check_controls(len(listed.controls), str(listed.target))
+    transform = processor.target(*of_target.size, name=str(listed.target))
+    controls = []
+    for number, (ref, fact) in enumerate(zip(listed.controls, of_controls, strict=True)):
+        own = processor.control(number, *fact.size, transform, str(ref))
+        controls.append(SampleImage(ref, fact, own, policy.prompt_view(number, fact.size, own)))
+    if of_mask and of_mask.size != of_target.size:
+        sizes = " and ".join(f"{fact.width}x{fact.height}" for fact in (of_mask, of_target))
         raise DataError(
-            f"{example.mask}: the mask and its target differ in size: {sizes}", "give the mask the target's size."
+            f"{listed.mask}: the mask and its target differ in size: {sizes}", "give the mask the target's size."
         )
-    mask_hash = mask.hash if isinstance(mask, ImageFacts) else None
-    content = key_of("id", [fact.hash for fact in facts], example.prompt, mask_hash)
-    identity = key_of("class image", content) if example.is_prior else content
-    return SizedExample(identity, content, example, facts, tuple(transforms), tuple(views), mask_hash)
+    images = SampleImages(
+        SampleImage(listed.target, of_target, transform),
+        tuple(controls),
+        listed.mask,
+        of_mask.hash if of_mask else None,
+    )
+    content = key_of("id", [image.facts.hash for image in images.all], listed.prompt, images.mask_hash)
+    grids = [token_shape(*image.transform.size, policy.pixels_per_token) for image in images.all]
+    return Sample(
+        id=key_of("class image", content) if listed.is_prior else content,
+        name=listed.name,
+        prompt=listed.prompt,
+        shapes=Shapes(tuple(grids[:1]), tuple(grids[1:])),
+        source=listed.source,
+        place=str(listed.target),
+        rate=listed.rate,
+        is_prior=listed.is_prior,
+        has_mask=listed.mask is not None,
+        images=images,
+        content=content,
+    )
 
 
-def _merged(samples: list[SizedExample], gathered: SampleSet) -> list[SizedExample]:
+def _merged(samples: list[Sample], dataset: Dataset) -> list[Sample]:
     """One sample per content, sorted by id. Equal ones would share their noise; merged, each visit has its own."""
-    unique: dict[tuple[str, bool], SizedExample] = {}
+    unique: dict[tuple[str, bool], Sample] = {}
     repeated = []
     for sample in samples:
-        key = (sample.id, sample.example.is_prior)
+        key = (sample.id, sample.is_prior)
         first = unique.get(key)
         if first is None:
             unique[key] = sample
         else:
-            repeated.append(f"{sample.example.name} = {first.example.name}")
-            rate = first.example.rate + sample.example.rate
-            unique[key] = replace(first, example=replace(first.example, rate=rate))
+            repeated.append(f"{sample.name} = {first.name}")
+            unique[key] = replace(first, rate=first.rate + sample.rate)
     if repeated:
-        gathered.notes.append(
+        dataset.notes.append(
             f"{len(repeated)} samples are equal to another one and are merged with it, which then trains as often as "
             f"both: {', '.join(repeated[:10])}"
         )
-    return sorted(unique.values(), key=lambda sample: (sample.id, sample.example.is_prior))
+    return sorted(unique.values(), key=lambda sample: (sample.id, sample.is_prior))
 
 
-def _split(settings: DataSettings, gathered: SampleSet) -> None:
+def _split(settings: DataSettings, dataset: Dataset) -> None:
     """Set held-out samples apart, by content and not by seed.
 
     A fraction is a threshold on a hash of each sample, so that adding samples moves none; a count takes the lowest.
@@ -251,29 +247,25 @@ def _split(settings: DataSettings, gathered: SampleSet) -> None:
     if held_out is None:
         return
     if held_out.sources:
-        ids = {sample.id for sample in gathered.training}
-        leaked = [sample.example.name for sample in gathered.held_out if sample.id in ids]
+        ids = {sample.id for sample in dataset.training if sample.images}
+        leaked = [sample for sample in dataset.held_out if sample.images and sample.id in ids]
         if leaked:
-            gathered.notes.append(f"{len(leaked)} held-out samples are also trained on: {', '.join(leaked[:10])}")
+            dataset.notes.append(f"{len(leaked)} held-out samples are also trained on: {names(leaked, 10)}")
         return
-    everything: list[SizedExample | StoredSample] = [*gathered.training, *gathered.stored]
-    eligible = [sample for sample in everything if not sample.example.is_prior]
+    eligible = [sample for sample in dataset.training if not sample.is_prior]
     order = sorted(eligible, key=lambda sample: key_of("held out", sample.id))
     if held_out.fraction is not None:
         threshold = int(held_out.fraction * 16**15)
-        chosen = {s.id for s in order if int(key_of("held out", s.id)[:15], 16) < threshold} or {
-            s.id for s in order[:1]
-        }
+        below = {sample.id for sample in order if int(key_of("held out", sample.id)[:15], 16) < threshold}
+        chosen = below or {sample.id for sample in order[:1]}
     else:
         chosen = {sample.id for sample in order[: held_out.count]}
     if len(chosen) >= len(eligible) > 0:
         problem = f"it takes {len(chosen)} of {len(eligible)} samples: none would be left to train on"
-        gathered.faults.append(Fault("data.held_out", problem, "hold out fewer samples.", is_fatal=True))
+        dataset.faults.append(Fault("data.held_out", problem, "hold out fewer samples.", is_fatal=True))
         return
-    leaked = [s.example.name for s in gathered.training if s.example.is_prior and s.content in chosen]
+    leaked = [sample for sample in dataset.training if sample.is_prior and sample.content in chosen]
     if leaked:
-        gathered.notes.append(f"{len(leaked)} class images are held-out samples as well: {', '.join(leaked[:10])}")
-    gathered.held_out = [s for s in gathered.training if s.id in chosen and not s.example.is_prior]
-    gathered.stored_held_out = [s for s in gathered.stored if s.id in chosen and not s.example.is_prior]
-    gathered.training = [s for s in gathered.training if s.example.is_prior or s.id not in chosen]
-    gathered.stored = [s for s in gathered.stored if s.example.is_prior or s.id not in chosen]
+        dataset.notes.append(f"{len(leaked)} class images are held-out samples as well: {names(leaked, 10)}")
+    dataset.held_out = [s for s in dataset.training if s.id in chosen and not s.is_prior]
+    dataset.training = [s for s in dataset.training if s.is_prior or s.id not in chosen]

@@ -1,11 +1,10 @@
 """A sample as a transformer sees it: embeddings, no files, no pixels.
 
-Shapes: l text tokens, n tokens of one image, C channels of a token.
+Shapes: l text tokens; m target tokens and k tokens of one control of a sample; C channels of a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +13,8 @@ from PIL import Image
 from torch import Tensor
 
 from qflux.errors import DataError
-from qflux.ragged.shapes import ImageShape, image_tokens
+from qflux.ragged.shapes import Shapes
+from qflux.ragged.transfer import upload
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,10 @@ class TextEmbedding:
     is_cut: bool = False
     """The prompt was longer than allowed."""
 
-    def tensors(self) -> dict[str, Tensor]:
-        """As an entry of the cache holds them."""
-        pooled = {} if self.pooled is None else {"pooled": self.pooled}
-        return {"tokens": self.tokens} | pooled | ({"cut": torch.ones(1)} if self.is_cut else {})
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> TextEmbedding:
-        return cls(tensors["tokens"], tensors.get("pooled"), "cut" in tensors)
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> TextEmbedding:
+        """The same on another device, and in another dtype if one is given; nothing waits for the copy."""
+        pooled = None if self.pooled is None else upload(self.pooled.to(dtype or self.pooled.dtype), device)
+        return TextEmbedding(upload(self.tokens.to(dtype or self.tokens.dtype), device), pooled, self.is_cut)
 
 
 class Variant(NamedTuple):
@@ -86,19 +82,21 @@ class Variant(NamedTuple):
         return f"without {' and '.join(dropped)}" if dropped else "whole"
 
 
-WHOLE = Variant()
+COMPLETE = Variant()
+"""Nothing is dropped."""
+NO_CAPTION = Variant(caption=False)
 
 
 @dataclass(frozen=True)
-class EncodedExample:
-    """One encoded sample. `latents` are tokens `(n, C)` per image, target first; `mask` `(n_target,)` in [0, 1]."""
+class EncodedSample:
+    """One encoded sample."""
 
     id: str
     text: TextEmbedding
-    latents: tuple[Tensor, ...]
-    img_shapes: tuple[ImageShape, ...]
+    target: Tensor
+    """`(m, C)` tokens of the image to make."""
+    shapes: Shapes
+    controls: tuple[Tensor, ...] = ()
+    """`(k, C)` tokens of each control."""
     mask: Tensor | None = None
-
-    @property
-    def target_tokens(self) -> int:
-        return image_tokens(self.img_shapes[:1])
+    """`(m,)` in [0, 1]: how much of a target token is edited."""

@@ -31,8 +31,8 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 ATTENTION_TOKENS = 6 * 3072
-"""A sample of this many tokens spends as much on attention as on everything else: a block's linear layers cost
-24 width² per token, attention 4 width per pair of tokens, and all families are 3072 wide."""
+"""A sample of this many tokens spends as much on attention as on everything else, in a transformer 3072 wide; a family
+says its own (`Facts.attention_tokens`)."""
 
 WINDOW_STEPS = 32
 """How many steps' worth of samples are packed into micro-batches at once."""
@@ -49,17 +49,19 @@ class Batching:
     accumulation: int = 1
     """Micro-batches of one rank in an optimizer step."""
     world_size: int = 1
+    attention_tokens: int = ATTENTION_TOKENS
+    """Samples of more tokens spend more on attention than on everything else."""
 
     def __post_init__(self) -> None:
         if (self.batch_size is None) == (self.max_tokens is None):
             raise ValueError("a micro-batch is measured either in samples or in tokens: give one of them")
 
     @classmethod
-    def of(cls, config: Config, world_size: int = 1) -> Batching:
+    def of(cls, config: Config, world_size: int = 1, attention_tokens: int = ATTENTION_TOKENS) -> Batching:
         """What a config asks for."""
         budget = config.data.max_tokens
         size = None if budget else config.data.batch_size or 1
-        return cls(size, budget, config.train.gradient_accumulation_steps, world_size)
+        return cls(size, budget, config.train.gradient_accumulation_steps, world_size, attention_tokens)
 
     @property
     def slots(self) -> int:
@@ -128,7 +130,7 @@ class EpochPlan:
         self._samples, self._numbers = due[order], numbers[order]
         lengths = np.asarray(tokens, dtype=np.int64)[self._samples]
         self._lengths = lengths
-        self._costs = cost_of(lengths)
+        self._costs = cost_of(lengths, batching.attention_tokens)
         self._bins: list[list[list[int]]] | None = None
         """By tokens: the micro-batches of each step, as positions in the order."""
         if batching.max_tokens is not None:
@@ -262,9 +264,9 @@ class TrainingPlan:
         return best
 
 
-def cost_of(tokens: Ints) -> Floats:
+def cost_of(tokens: Ints, attention_tokens: int = ATTENTION_TOKENS) -> Floats:
     """What samples of these lengths cost, in tokens of linear layers."""
-    return tokens * (1.0 + tokens / ATTENTION_TOKENS)
+    return tokens * (1.0 + tokens / attention_tokens)
 
 
 def _rates(rates: Sequence[float] | Floats | None, count: int) -> Floats:

@@ -1,14 +1,13 @@
 """`qflux demo`: a small model learns an edit it does not know, as on a real data set: cache, fit, predict, report.
 
-For FLUX Kontext the base is a trained model that ships with qflux, and the edit is night. The other families have no
-base that small: theirs is random, and shows the path only.
+For one family the base is a trained model that ships with qflux, and the edit is night. The others have no base that
+small: theirs is random, and shows the path only.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,27 +24,31 @@ from qflux.commands import Trainer
 from qflux.config import Config, load_config
 from qflux.data.images.decode import load_rgb
 from qflux.data.lint.pictures import sample_tokens
+from qflux.data.sample import Sample
 from qflux.demo.data import write_data_set
 from qflux.demo.night import write_night_set
 from qflux.errors import ConfigError
-from qflux.models import get_family, shipped
+from qflux.files.atomic import new_folder
 from qflux.models.loading import save_checkpoint
+from qflux.models.registry import facts_of, get_family, shipped
 from qflux.pictures.drawing import GridRow, batch_layout, edit_grid, loss_curves, write_png
+from qflux.runs.folder import RunFolder
 from qflux.runs.metrics import StepReport
 from qflux.sampling.predictor import Edit, Predictor
-from qflux.training.encode import PlannedSample
+from qflux.training.loop import FitResult
 
 SAMPLES = 152
 SHOWN = 4
+SMALL = shipped()
 SETTINGS: dict[str, Any] = {
-    "family": "flux-kontext",
+    "family": SMALL.family,
     "output_dir": "runs/demo",
     "run_name": "night",
     "model": {
         "pretrained": "runs/demo/model",
         "dtype": "float32",
         "device": "cpu",
-        "max_sequence_length": shipped.TEXT_TOKENS,
+        "max_sequence_length": SMALL.text_tokens,
     },
     "data": {
         "path": "runs/demo/data",
@@ -67,9 +70,9 @@ SETTINGS: dict[str, Any] = {
     },
     "lora": {
         "rank": 16,
-        "target_modules": list(shipped.TARGETS),
+        "target_modules": list(SMALL.lora_targets),
     },
-    "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": shipped.RATE}},
+    "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": SMALL.learning_rate}},
     "train": {
         "max_train_steps": 320,
         "lr_scheduler": "cosine",
@@ -106,21 +109,21 @@ Progress = Callable[[str, int, int, str], None]
 """Is told how far the demo is: stage, done, total, a note."""
 
 
-def demo_config(output_dir: Path, overrides: list[str] | None = None, family: str = "flux-kontext") -> Config:
+def demo_config(output_dir: Path, overrides: list[str] | None = None, family: str = SMALL.family) -> Config:
     """The demo's config with everything under `output_dir`."""
     settings = copy.deepcopy(SETTINGS)
     settings["family"] = family
     settings["output_dir"] = str(output_dir)
     settings["model"]["pretrained"] = str(output_dir / "model")
     settings["data"]["path"] = str(output_dir / "data")
-    if family != SETTINGS["family"]:
+    if family != SMALL.family:
         settings["run_name"] = "recolour"
         settings["model"]["max_sequence_length"] = None
         settings["lora"] = {"rank": 8}
         settings["train"] |= {"max_train_steps": 60, "lr_warmup_steps": 10}
         settings["optimizer"]["init_args"]["lr"] = 0.002
         settings["data"]["held_out"] = {"count": 4}
-    if get_family(family).defaults.true_cfg_scale > 1:
+    if facts_of(family).true_cfg_scale > 1:
         settings["predict"]["negative_prompt"] = " "
     return load_config(settings, overrides or [])
 
@@ -128,8 +131,13 @@ def demo_config(output_dir: Path, overrides: list[str] | None = None, family: st
 def run_demo(config: Config, progress: Progress) -> DemoSummary:
     """Everything from an empty folder to pictures. Run again, it reuses what is there."""
     _check(config)
-    _make_once(config.data.training_sources[0].path, lambda folder: _write_data(folder, config))
-    _make_once(Path(config.model.pretrained), lambda folder: _write_model(folder, config))
+    data, model = config.data.training_sources[0].path, Path(config.model.pretrained)
+    if not data.exists():
+        with new_folder(data) as folder:
+            _write_data(folder, config)
+    if not model.exists():
+        with new_folder(model) as folder:
+            _write_model(folder, config)
 
     trainer = Trainer(config)
     trainer.cache(CacheListener(progress=lambda done, total: progress("cache", done, total, "entries")))
@@ -138,34 +146,40 @@ def run_demo(config: Config, progress: Progress) -> DemoSummary:
         progress("fit", report.step, report.total_steps, f"loss {report.loss:.3f}")
 
     result = trainer.fit(on_step)
-    planned = trainer.samples()
-    held_out = [sample for sample in planned.held_out if isinstance(sample, PlannedSample)]
+    dataset = trainer.samples()
+    held_out = [sample for sample in dataset.held_out if sample.images]
     before, after = _predictions(trainer.predictor([Weighted(result.adapter)]), held_out, config, progress)
-    wanted = [sample.transforms[0](load_rgb(sample.example.target)) for sample in held_out]
-    steps = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
-    checks = [json.loads(line) for line in (config.run_dir / "validation.jsonl").read_text().splitlines()]
-    pictures = config.run_dir / "samples"
+    wanted = [sample.own_images.target.load() for sample in held_out]
+    run = RunFolder(config.run_dir)
     shown = _different(held_out)
     grid = _grid([(held_out[k], before[k], after[k], wanted[k]) for k in shown])
+    tokens = batch_layout([sample_tokens(held_out[k]) for k in shown])
     files = {
-        "before and after": write_png(pictures / "grid.png", grid),
-        "loss": write_png(pictures / "loss.png", _loss_curves(steps, checks)),
-        "padded and packed": write_png(pictures / "batch.png", _batch_picture([held_out[k] for k in shown], trainer)),
-        "report": config.run_dir / "report.html",
+        "before and after": write_png(run.paths.samples / "grid.png", grid),
+        "loss": write_png(run.paths.samples / "loss.png", _loss_curves(run)),
+        "padded and packed": write_png(run.paths.samples / "batch.png", tokens),
+        "report": run.paths.report,
         "LoRA": result.adapter,
     }
-    tokens = sum(step["tokens"] for step in steps)
-    padded = sum(step["tokens"] / (1 - step["padding_avoided"]) for step in steps)
-    sizes = Counter("{}x{}".format(*sample.transforms[0].size[::-1]) for sample in planned.from_images)
+    return _summary(run, result, dataset.from_images, (_error(before, wanted), _error(after, wanted)), files)
+
+
+def _summary(
+    run: RunFolder, result: FitResult, samples: Sequence[Sample], error: tuple[float, float], files: dict[str, Path]
+) -> DemoSummary:
+    steps, losses = run.step_reports, [found.held_out_loss or 0.0 for found in run.validation_reports]
+    tokens = sum(step.tokens for step in steps)
+    padded = sum(step.tokens / (1 - step.padding_avoided) for step in steps)
+    sizes = Counter("{}x{}".format(*sample.own_images.target.transform.size[::-1]) for sample in samples)
     return DemoSummary(
-        samples=len(planned.from_images),
+        samples=len(samples),
         sizes=dict(sorted(sizes.items())),
-        tokens_per_second=tokens / sum(step["seconds"] for step in steps),
+        tokens_per_second=tokens / sum(step.seconds for step in steps),
         padding_avoided=1 - tokens / padded,
         steps=result.steps,
         resumed_from=result.resumed_from,
-        held_out_loss=(checks[0]["held_out_loss"], checks[-1]["held_out_loss"]),
-        error=(_error(before, wanted), _error(after, wanted)),
+        held_out_loss=(losses[0], losses[-1]),
+        error=error,
         files=files,
     )
 
@@ -183,45 +197,36 @@ def _check(config: Config) -> None:
     if config.data.held_out is None:
         raise ConfigError("the demo shows held-out samples, and data.held_out is null", "leave it out of --set.")
     index = model / "model_index.json"
-    if index.exists() and json.loads(index.read_text())["_class_name"] != get_family(config.family).pipeline:
+    if index.exists() and json.loads(index.read_text())["_class_name"] != facts_of(config.family).pipeline:
         raise ConfigError(f"{output} holds the demo of another family", "choose another --output.")
 
 
 def _write_data(folder: Path, config: Config) -> None:
-    if config.family == "flux-kontext":
+    if config.family == SMALL.family:
         write_night_set(folder, SAMPLES, config.seed)
     else:
-        write_data_set(folder, 24, config.seed, edits=get_family(config.family).controls != (0, 0))
+        write_data_set(folder, 24, config.seed, edits=facts_of(config.family).controls != (0, 0))
 
 
 def _write_model(folder: Path, config: Config) -> None:
     family = get_family(config.family)
-    if config.family == "flux-kontext":
-        shutil.copytree(shipped.FOLDER, folder)
+    if config.family == SMALL.family:
+        shutil.copytree(SMALL.folder, folder, dirs_exist_ok=True)
     else:
         save_checkpoint(family.tiny(config.seed), folder, family.pipeline)
 
 
-def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Fill a folder that does not exist yet; it appears whole. An existing one is used as it is."""
-    if folder.exists():
-        return
-    staging = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    make(staging)
-    staging.rename(folder)
-
-
 def _predictions(
-    predictor: Predictor, samples: Sequence[PlannedSample], config: Config, progress: Progress
+    predictor: Predictor, samples: Sequence[Sample], config: Config, progress: Progress
 ) -> tuple[list[Image.Image], list[Image.Image]]:
     """All edits as one ragged batch, without the LoRA and with it."""
     edits = [
         Edit(
-            controls=tuple(load_rgb(path) for path in sample.example.controls),
-            prompt=sample.example.prompt,
+            controls=tuple(load_rgb(image.ref) for image in sample.own_images.controls),
+            prompt=sample.prompt,
             negative_prompt=config.predict.negative_prompt,
             seed=config.predict.seed,
-            size=sample.transforms[0].size,
+            size=sample.own_images.target.transform.size,
         )
         for sample in samples
     ]
@@ -235,44 +240,33 @@ def _predictions(
     return before, draw(1)
 
 
-def _different(samples: Sequence[PlannedSample]) -> list[int]:
+def _different(samples: Sequence[Sample]) -> list[int]:
     """Some samples of different sizes, and among them one with the most controls."""
-    first = max(range(len(samples)), key=lambda k: len(samples[k].example.controls))
+    first = max(range(len(samples)), key=lambda k: len(samples[k].shapes.controls))
     chosen: dict[Any, int] = {}
     for k in (first, *range(len(samples))):
-        chosen.setdefault(samples[k].transforms[0].size, k)
-    return sorted(list(chosen.values())[:SHOWN], key=lambda k: samples[k].image_tokens)
+        chosen.setdefault(samples[k].shapes.targets, k)
+    return sorted(list(chosen.values())[:SHOWN], key=lambda k: samples[k].shapes.tokens)
 
 
-def _grid(rows: Sequence[tuple[PlannedSample, Image.Image, Image.Image, Image.Image]]) -> Image.Image:
+def _grid(rows: Sequence[tuple[Sample, Image.Image, Image.Image, Image.Image]]) -> Image.Image:
     names = ("control", "control 2", "before", "after", "wanted")
     drawn = []
     for sample, before, after, wanted in rows:
-        controls = {
-            name: transform(load_rgb(path))
-            for name, path, transform in zip(
-                names[: len(sample.example.controls)], sample.example.controls, sample.transforms[1:], strict=True
-            )
-        }
-        drawn.append(GridRow(sample.example.prompt, {**controls, "before": before, "after": after, "wanted": wanted}))
+        shown = sample.own_images.controls
+        controls = {name: image.load() for name, image in zip(names[: len(shown)], shown, strict=True)}
+        drawn.append(GridRow(sample.prompt, {**controls, "before": before, "after": after, "wanted": wanted}))
     return edit_grid(drawn, [name for name in names if any(name in row.images for row in drawn)], scale=1.25)
 
 
-def _loss_curves(steps: Sequence[dict[str, Any]], checks: Sequence[dict[str, Any]]) -> Image.Image:
+def _loss_curves(run: RunFolder) -> Image.Image:
     return loss_curves(
         "Loss over steps",
         {
-            "training": [(step["step"], step["loss"]) for step in steps],
-            "held out, at fixed noise": [(check["step"], check["held_out_loss"]) for check in checks],
+            "training": [(step.step, step.loss) for step in run.step_reports],
+            "held out, at fixed noise": [(f.step, f.held_out_loss or 0.0) for f in run.validation_reports],
         },
     )
-
-
-def _batch_picture(samples: Sequence[PlannedSample], trainer: Trainer) -> Image.Image:
-    def text_tokens(sample: PlannedSample) -> int:
-        return len(trainer.store.load(sample.keys).text.tokens)
-
-    return batch_layout([sample_tokens(sample, text_tokens(sample)) for sample in samples])
 
 
 def _error(images: Sequence[Image.Image], wanted: Sequence[Image.Image]) -> float:

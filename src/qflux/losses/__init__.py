@@ -2,6 +2,6 @@
 
 from qflux.losses.mse import AttentionMaskMseLoss, MaskEditLoss, MseLoss
 from qflux.losses.objective import Objective
-from qflux.models.patches import mask_to_tokens as map_mask_to_latent
+from qflux.ragged.patches import mask_to_tokens as map_mask_to_latent
 
 __all__ = ["AttentionMaskMseLoss", "MaskEditLoss", "MseLoss", "Objective", "map_mask_to_latent"]

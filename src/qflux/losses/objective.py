@@ -5,13 +5,16 @@ Shapes: B samples, M target tokens of the micro-batch, C channels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from qflux.config import LossSettings
-from qflux.data.batch import EditBatch
+from qflux.config.class_path import load_class, make
+from qflux.data.batch import Batch
+from qflux.errors import ConfigError
 from qflux.losses.mse import MaskEditLoss, MseLoss
 from qflux.losses.timesteps import level_weight
 
@@ -34,20 +37,42 @@ def sample_weight(settings: LossSettings, size: StepSize, tokens: int, sigma: fl
     return share * level_weight(sigma, settings) * (settings.prior_weight if is_prior else 1.0)
 
 
+def build_loss(settings: LossSettings) -> Callable[..., Tensor]:
+    """The loss that a config names. ADD A LOSS HERE, and its name in `LossSettings.kind`.
+
+    One of a user's own (`loss.class_path`) is called as those of `mse` are: `loss(prediction, target, edit_mask=mask,
+    reduction="none")` with prediction and target `(M, C)` and mask `(M,)`, and returns errors `(M, C)` or `(M,)`.
+    """
+    if settings.class_path is not None:
+        own = load_class("loss.class_path", settings.class_path, "check the name, and that its module can be imported.")
+        loss = make("loss", own, settings.init_args)
+        if not callable(loss):
+            raise ConfigError(f"loss.class_path: {settings.class_path} can't be called", "give it a __call__.")
+        return loss
+    if settings.kind == "mask":
+        weights = settings.mask_loss_fn
+        return MaskEditLoss(weights.foreground_weight, weights.background_weight)
+    return MseLoss()
+
+
 class Objective:
     """Velocity error over the target tokens."""
 
     def __init__(self, settings: LossSettings) -> None:
-        weights = settings.mask_loss_fn
-        self._loss = (
-            MaskEditLoss(weights.foreground_weight, weights.background_weight) if settings.use_mask_loss else MseLoss()
-        )
+        self._loss = build_loss(settings)
 
-    def __call__(self, prediction: Tensor, batch: EditBatch) -> tuple[Tensor, Tensor]:
+    def __call__(self, prediction: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The share of `batch` in the loss of its step, and the term `(B,)` of each sample.
 
         A term depends on its sample alone; summed over the micro-batches of a step the shares are that step's loss.
         """
-        errors = self._loss(prediction, batch.velocity(), edit_mask=batch.mask, reduction="none").mean(-1)
+        errors = self._loss(prediction, batch.velocity(), edit_mask=batch.mask, reduction="none")
+        if errors.shape[:1] != prediction.shape[:1]:
+            raise ConfigError(
+                f"loss.class_path: {type(self._loss).__name__} returns {tuple(errors.shape)} for {len(prediction)} "
+                "tokens",
+                'with reduction="none" a loss returns a value per token.',
+            )
+        errors = errors.flatten(1).mean(-1) if errors.ndim > 1 else errors
         terms = torch.stack([error.mean() for error in errors.split(batch.target_lengths)])
         return (terms * batch.weight).sum(), terms

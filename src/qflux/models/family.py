@@ -1,4 +1,4 @@
-"""What a model family is: a small record of names and callables. The shared code never asks which family it has.
+"""What a model family is: facts, and a small record of callables. The shared code never asks which family it has.
 
 Shapes: B samples, N image tokens of the whole batch, C channels of a token.
 """
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from qflux.config import Config
 from qflux.data.encoded import Prompt, TextEmbedding, TextLimit
 from qflux.data.images.sizes import Transform
-from qflux.errors import ConfigError, DataError
+from qflux.errors import ConfigError
+from qflux.losses.timesteps import NoiseShift
+from qflux.models.facts import Facts
 from qflux.ragged.layout import PackedLayout, PaddedLayout, RaggedLayout
-from qflux.ragged.shapes import ImageShape
+from qflux.ragged.shapes import ImageShape, Shapes
 
 
 class Encoder(Protocol):
@@ -32,14 +34,17 @@ class Encoder(Protocol):
     def decode_image(self, tokens: Tensor, shape: ImageShape) -> Tensor:
         """Tokens `(n, C)` as pixels `(3, H, W)`, about [-1, 1]."""
 
+    def noise(self, shape: ImageShape, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+        """The noise tokens `(n, C)` that the reference pipeline draws for an image of this shape."""
+
 
 @dataclass(frozen=True)
 class ModelInputs:
     """One forward pass of the transformer, for any family."""
 
     images: Tensor
-    """`(N, C)` per sample the noisy target, then the controls."""
-    img_shapes: Sequence[Sequence[ImageShape]]
+    """`(N, C)` per sample the noisy targets, then the controls."""
+    shapes: Sequence[Shapes]
     text: Sequence[TextEmbedding]
     sigma: Tensor
     """`(B,)` noise levels in [0, 1]."""
@@ -48,7 +53,8 @@ class ModelInputs:
     """Run the padded reference instead of the packed layout."""
 
     def layout(self) -> RaggedLayout:
-        packed = PackedLayout.from_shapes([len(text.tokens) for text in self.text], self.img_shapes, self.images.device)
+        lengths, images = [len(text.tokens) for text in self.text], [shapes.images for shapes in self.shapes]
+        packed = PackedLayout.from_shapes(lengths, images, self.images.device)
         return PaddedLayout.of(packed) if self.padded else packed
 
 
@@ -71,32 +77,39 @@ TextCounter = Callable[[str, Sequence[tuple[int, int]]], TextCount]
 
 
 @dataclass(frozen=True)
-class Defaults:
-    """What a config may leave open."""
+class InputWidths:
+    """Channels of what a transformer takes."""
 
-    num_inference_steps: int
-    true_cfg_scale: float
-    max_sequence_length: int
-    """Also the most a config may ask for."""
+    text: int
+    image: int
+    pooled: int | None = None
+    """Of the pooled text; none where there is none."""
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """FLOP of one forward pass of a transformer."""
+
+    per_token: float
+    """In linear layers."""
+    per_pair: float
+    """In attention, for every pair of tokens of a sample."""
 
 
 @dataclass(frozen=True)
 class Family:
     """Everything the shared code needs to know about a family."""
 
-    name: str
-    pipeline: str
-    """Name of the diffusers pipeline that defines what a prediction is, and loads the LoRA."""
+    facts: Facts
     text_parts: tuple[str, ...]
     """Parts of a checkpoint that text embeddings depend on."""
     image_parts: tuple[str, ...]
     """Parts of a checkpoint that latents depend on."""
-    controls: tuple[int, int | None]
-    """The least and the most controls a sample may have."""
+    tokenizer_parts: tuple[str, ...]
+    """Parts of a checkpoint that tell how long a prompt is."""
     prompt_view: PromptView
     reference_view: Callable[[int, int], Transform]
     """How the reference pipeline brings an image of this (width, height) to size, if nobody asks for another."""
-    defaults: Defaults
     tiny: Callable[..., Any]
     """`tiny(seed)`: all components, real classes, small and random."""
     transformer: type[Any]
@@ -105,8 +118,6 @@ class Family:
     """`load(pretrained, parts, dtype, device)`: components with these parts filled."""
     encoder: Callable[[Any, TextLimit], Encoder]
     """`encoder(components, limit)`."""
-    tokenizer_parts: tuple[str, ...]
-    """Parts of a checkpoint that tell how long a prompt is."""
     text_counter: Callable[[Any, TextLimit], TextCounter]
     """`text_counter(components, limit)`, from the tokenizer parts."""
     velocity: Callable[[nn.Module, ModelInputs], Tensor]
@@ -114,31 +125,50 @@ class Family:
     combine: Callable[[Tensor, Tensor, float], Tensor]
     """`combine(conditional, unconditional, scale)`: true classifier-free guidance on velocities `(n, C)`."""
     blocks: Callable[[nn.Module], Sequence[nn.Module]]
-    """The repeated blocks of a transformer: what is compiled and checkpointed."""
+    """The repeated blocks of a transformer: what is compiled, recomputed and sharded."""
+    widths: Callable[[Any], InputWidths]
+    """Of a transformer's inputs."""
+    arithmetic: Callable[[Any], Arithmetic]
+    """Of a transformer."""
+    noise_shift: Callable[[Any], NoiseShift]
+    """Of a checkpoint's scheduler; training and sampling both go by it."""
     lora_prefix: str
     """Of LoRA keys that diffusers' pipeline loads together with their alphas."""
     original_names: Callable[[Iterable[str]], dict[str, tuple[str, ...]]]
     """What the model's authors call its layers, where that is not diffusers' name: from the names of all layers."""
-    text_channels: int
-    """Channels of a text token, in the published checkpoints."""
-    image_channels: int = 64
-    """Channels of an image token."""
-    usage_note: str = ""
-    """What a user of a LoRA should know in other programs; it stands on the model card."""
     swapped_names: frozenset[str] = frozenset()
     """Original names of layers whose outputs are two halves, which diffusers has in the other order."""
+    usage_note: str = ""
+    """What a user of a LoRA should know in other programs; it stands on the model card."""
+
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+    @property
+    def pipeline(self) -> str:
+        return self.facts.pipeline
+
+    @property
+    def controls(self) -> tuple[int, int | None]:
+        return self.facts.controls
+
+    @property
+    def pixels_per_token(self) -> int:
+        return self.facts.pixels_per_token
+
+    @property
+    def size_multiple(self) -> int:
+        return self.facts.size_multiple
 
     def check_controls(self, count: int, what: str) -> None:
         """An error if a sample can't have this many controls."""
-        least, most = self.controls
-        if count < least or (most is not None and count > most):
-            allowed = f"{least} or more" if most is None else f"{least}" if least == most else f"{least} to {most}"
-            raise DataError(f"{what}: {count} control images; {self.name} takes {allowed}")
+        self.facts.check_controls(count, what)
 
 
 def text_limit(config: Config, family: Family) -> TextLimit:
     """The limit on prompts that a config asks for; more than the family takes is an error."""
-    most = family.defaults.max_sequence_length
+    most = family.facts.max_sequence_length
     tokens = config.model.max_sequence_length or most
     if tokens > most:
         raise ConfigError(f"model.max_sequence_length is {tokens}; {family.name} takes at most {most}")

@@ -16,8 +16,10 @@ from qflux.errors import CheckpointError
 from qflux.files.atomic import write_json
 from qflux.files.hashing import key_of
 from qflux.models.precision import quantization_config
-from qflux.models.shipped import local_folder
+from qflux.models.registry import local_folder
 
+FETCH = "can't be fetched"
+"""What an error says of a hub id that is not on this machine and can't be reached."""
 _END = 1 << 20
 _REPAIR = "fetch the checkpoint again, or give another one."
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model")
@@ -35,7 +37,7 @@ def checkpoint_folder(pretrained: str, parts: Sequence[str], download: bool = Tr
             folder = Path(snapshot_download(pretrained, allow_patterns=wanted, local_files_only=not download))
         except Exception as error:
             raise CheckpointError(
-                f"model.pretrained: {pretrained} can't be fetched: {error}",
+                f"model.pretrained: {pretrained} {FETCH}: {error}",
                 "check the name, the network and HF_TOKEN (gated models need one), or give a local folder.",
             ) from error
     for part in parts:
@@ -119,9 +121,7 @@ def save_checkpoint(components: Any, folder: Path, pipeline: str) -> None:
         component.save_pretrained(folder / part)
         # A subclass of qflux's is saved under the name of the class it extends, or nothing else could load it.
         library = "transformers" if type(component).__module__.startswith("transformers") else "diffusers"
-        index[part] = [library, type(component).__name__]
-        if part == "processor":
-            index[part] = ["transformers", "Qwen2_5_VLProcessor"]
+        index[part] = list(getattr(component, "saved_as", (library, type(component).__name__)))
     write_json(folder / "model_index.json", index)
 
 

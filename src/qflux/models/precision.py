@@ -1,9 +1,14 @@
-"""Frozen weights in fewer bits, as diffusers loads them: nf4 through bitsandbytes, int8 and fp8 through torchao."""
+"""In what precision weights are kept and computed with.
+
+Frozen weights may be kept in fewer bits, as diffusers loads them: nf4 through bitsandbytes, int8 and fp8 through
+torchao. ADD A PRECISION HERE: a line in `_KINDS`, and its name in `ModelSettings.quantization`.
+"""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from diffusers import BitsAndBytesConfig, TorchAoConfig
@@ -11,13 +16,36 @@ from diffusers import BitsAndBytesConfig, TorchAoConfig
 from qflux.errors import ConfigError
 
 
-def quantization_config(kind: Literal["int8", "nf4", "fp8"], dtype: torch.dtype) -> Any:
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that a config calls by this name."""
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def quantization_config(kind: str, dtype: torch.dtype) -> Any:
     """diffusers' config for a kind of quantization; arithmetic stays in `dtype`."""
-    if kind == "nf4":
-        _need("bitsandbytes", kind)
-        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-    torchao = _need("torchao.quantization", kind)
-    return TorchAoConfig(torchao.Int8WeightOnlyConfig() if kind == "int8" else torchao.Float8WeightOnlyConfig())
+    module, make = _KINDS[kind]
+    return make(_need(module, kind), dtype)
+
+
+def _nf4(bitsandbytes: Any, dtype: torch.dtype) -> Any:
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+
+
+def _int8(torchao: Any, dtype: torch.dtype) -> Any:
+    return TorchAoConfig(torchao.Int8WeightOnlyConfig())
+
+
+def _fp8(torchao: Any, dtype: torch.dtype) -> Any:
+    return TorchAoConfig(torchao.Float8WeightOnlyConfig())
+
+
+_KINDS: dict[str, tuple[str, Callable[[Any, torch.dtype], Any]]] = {
+    "nf4": ("bitsandbytes", _nf4),
+    "int8": ("torchao.quantization", _int8),
+    "fp8": ("torchao.quantization", _fp8),
+}
 
 
 def _need(module: str, kind: str) -> Any:

@@ -1,17 +1,77 @@
-"""The families there are."""
+"""The families there are: a name and a folder each. Nothing is imported before it is asked for, so anybody may ask.
+
+A folder has `facts.py`, what is known of its models without torch, and `family.py`, what computes.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qflux.errors import ConfigError
-from qflux.models.family import Family
-from qflux.models.flux_kontext.family import FLUX_KONTEXT
-from qflux.models.qwen_image.family import QWEN_IMAGE, QWEN_IMAGE_EDIT, QWEN_IMAGE_EDIT_PLUS
 
-FAMILIES: dict[str, Family] = {
-    family.name: family for family in (FLUX_KONTEXT, QWEN_IMAGE, QWEN_IMAGE_EDIT, QWEN_IMAGE_EDIT_PLUS)
+if TYPE_CHECKING:
+    from qflux.models.facts import Facts, Shipped, Size
+    from qflux.models.family import Family
+
+_FOLDERS = {
+    "flux-kontext": "flux_kontext",
+    "qwen-image": "qwen_image",
+    "qwen-image-edit": "qwen_image",
+    "qwen-image-edit-plus": "qwen_image",
 }
+"""ADD A FAMILY HERE."""
+
+DEFAULT = "flux-kontext"
+"""What a config means that names none."""
+WITHOUT_CONTROLS = "qwen-image"
+"""What data without any image to edit are trained with, if nobody says."""
+
+
+ORIGINAL_DEFAULT = "QwenImageEdit"
+"""What a config of the original qflux means that names no trainer."""
+
+
+def names() -> tuple[str, ...]:
+    """All families, in the order of their release."""
+    return tuple(_FOLDERS)
+
+
+def facts_of(name: str) -> Facts:
+    """What is known of a family without torch."""
+    facts: Facts = import_module(f"qflux.models.{_folder(name)}.facts").FACTS[name]
+    return facts
 
 
 def get_family(name: str) -> Family:
     """The family of that name."""
-    if name not in FAMILIES:
-        raise ConfigError(f"unknown family {name!r}", f"known families: {', '.join(FAMILIES)}.")
-    return FAMILIES[name]
+    family: Family = import_module(f"qflux.models.{_folder(name)}.family").FAMILIES[name]
+    return family
+
+
+def all_facts() -> list[Facts]:
+    """Of all families."""
+    return [facts_of(name) for name in names()]
+
+
+def shipped() -> Shipped:
+    """The small model that comes with qflux."""
+    return next(facts.shipped for facts in all_facts() if facts.shipped)
+
+
+def local_folder(pretrained: str) -> Path:
+    """Where a model would lie on this machine: a folder, or the small model that comes with qflux."""
+    folder, small = Path(pretrained).expanduser(), shipped()
+    return small.folder if pretrained == small.name and not folder.is_dir() else folder
+
+
+def size_presets() -> dict[str, tuple[Size, ...]]:
+    """Lists of sizes that a config may name, by what they are called."""
+    return {name: sizes for facts in all_facts() for name, sizes in facts.size_presets.items()}
+
+
+def _folder(name: str) -> str:
+    if name not in _FOLDERS:
+        raise ConfigError(f"unknown family {name!r}", f"known families: {', '.join(_FOLDERS)}.")
+    return _FOLDERS[name]

@@ -5,6 +5,7 @@ Shapes: T tokens, R rows of conditioning (one per sample, or more where tokens o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from qflux.ragged import fused
-from qflux.ragged.mlp import feed_forward
 
 _FP16_MAX = 65504
 
@@ -68,8 +68,8 @@ class ModulatedStream:
     """`(R, 6 C)` shift, scale and gate for attention, then for the MLP."""
     norms: tuple[nn.LayerNorm, nn.LayerNorm]
     """Without weights of their own."""
-    mlp: nn.Module
-    """diffusers' `FeedForward`."""
+    mlp: Callable[[Tensor], Tensor]
+    """`(T, C)` to `(T, C)`; the family's own."""
 
     def before_attention(self) -> Tensor:
         shift, scale, _, _, _, _ = self.conditioning.chunk(6, dim=-1)
@@ -79,7 +79,7 @@ class ModulatedStream:
         _, _, gate, shift, scale, gate_mlp = self.conditioning.chunk(6, dim=-1)
         tokens = add_gated(self.tokens, gate, attended, self.row)
         modulated = norm_modulate(self.norms[1], tokens, scale, shift, self.row)
-        return add_gated(tokens, gate_mlp, feed_forward(self.mlp, modulated), self.row)
+        return add_gated(tokens, gate_mlp, self.mlp(modulated), self.row)
 
 
 def clip_fp16(tokens: Tensor) -> Tensor:

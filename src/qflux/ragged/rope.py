@@ -5,37 +5,13 @@ Shapes: T joint tokens, H heads, D channels of a head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qflux.ragged.shapes import ImageShape
-from qflux.ragged.transfer import upload
-
 Rotary = Tensor
 """`(T, 1, D / 2, 2)` float32: cosine and sine of every channel pair of every token, the same for all heads."""
-
-
-@lru_cache(maxsize=256)
-def _grid(rows: int, columns: int) -> Tensor:
-    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    return torch.stack([torch.zeros_like(row), row, column], dim=-1).reshape(-1, 3).float()
-
-
-def image_ids(img_shapes: Sequence[Sequence[ImageShape]], device: torch.device | str | None = None) -> Tensor:
-    """Position ids `(N, 3)` = (domain, row, column) of all images of a batch, in token order.
-
-    The domain of a target is 0, that of control k is k.
-    """
-    ids = []
-    for shapes in img_shapes:
-        for domain, (_, rows, columns) in enumerate(shapes):
-            grid = _grid(rows, columns)
-            ids.append(torch.cat([grid.new_full((len(grid), 1), domain), grid[:, 1:]], dim=1))
-    return upload(torch.cat(ids), device)
 
 
 def rotary_from(cos: Tensor, sin: Tensor) -> Rotary:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 from typing import Any
 
-import torch
-
-from qflux.ragged import fused
+from qflux.launch import launched
 from qflux.version import VERSION
 
 PACKAGES = (
@@ -38,6 +35,8 @@ OPTIONAL = {
 
 def environment() -> dict[str, Any]:
     """Plain values, for files and for people."""
+    import torch  # noqa: PLC0415  (who only reads what a run has written does not need it)
+
     return {
         "qflux": VERSION,
         "python": platform.python_version(),
@@ -46,7 +45,7 @@ def environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "devices": devices(),
         "cpu_threads": torch.get_num_threads(),
-        "processes": os.environ.get("WORLD_SIZE") or "1",
+        "processes": str(launched().world_size),
     }
 
 
@@ -59,6 +58,8 @@ def version(package: str) -> str | None:
 
 def devices() -> list[dict[str, Any]]:
     """The GPUs there are."""
+    import torch  # noqa: PLC0415
+
     found = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -74,6 +75,10 @@ def devices() -> list[dict[str, Any]]:
 
 def attention_backends() -> dict[str, bool]:
     """Which kernels attention can take on the first GPU; on a CPU there is one."""
+    import torch  # noqa: PLC0415
+
+    from qflux.ragged import fused  # noqa: PLC0415
+
     gpu = torch.cuda.is_available()
     recent = gpu and torch.cuda.get_device_capability(0) >= (8, 0)
     return {

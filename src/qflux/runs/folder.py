@@ -1,4 +1,4 @@
-"""What a run has left in its folder, for reports: of a finished run, a running one, or one that was killed."""
+"""Reads what a run has left in its folder: of a finished run, a running one, or one that was killed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ import yaml
 from qflux.files.jsonl import read_lines
 from qflux.errors import DataError
 from qflux.runs.ledger import Coverage, coverage, read_ledger
+from qflux.runs.metrics import StepReport, ValidationReport, parsed
+from qflux.runs.paths import RunPaths, steps_of
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,6 @@ def _controls(item: dict[str, Any]) -> list[str]:
     return sorted((kind for kind in item if kind.split(" ")[0] == "control"), key=lambda kind: (len(kind), kind))
 
 
-def is_run(folder: Path) -> bool:
-    """Whether a run has been started in a folder."""
-    return (folder / "config.yaml").is_file()
-
-
 @dataclass(frozen=True)
 class RunFolder:
     """Reads what is there; what is torn or missing is left out."""
@@ -53,8 +50,12 @@ class RunFolder:
     def __post_init__(self) -> None:
         if not self.path.is_dir():
             raise DataError(f"there is no run at {self.path}", "give the folder of a run: <output_dir>/<run_name>.")
-        if not is_run(self.path):
+        if not self.paths.is_run:
             raise DataError(f"{self.path} is no run: it has no config.yaml", "give <output_dir>/<run_name>.")
+
+    @property
+    def paths(self) -> RunPaths:
+        return RunPaths(self.path)
 
     @property
     def name(self) -> str:
@@ -63,53 +64,68 @@ class RunFolder:
     @cached_property
     def config(self) -> dict[str, Any]:
         try:
-            values = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
+            values = yaml.safe_load(self.paths.config.read_text(encoding="utf-8"))
         except (yaml.YAMLError, ValueError, RecursionError):
             return {}
         return values if isinstance(values, dict) else {}
 
     @cached_property
     def steps(self) -> list[dict[str, Any]]:
-        """Lines of `metrics.jsonl`."""
-        return [line for line in self._lines("metrics.jsonl") if isinstance(line.get("step"), int)]
+        """A line per step, as it stands in the file: some may be damaged, or of another version."""
+        return [line for line in read_lines(self.paths.metrics) if isinstance(line.get("step"), int)]
+
+    @property
+    def losses(self) -> list[float]:
+        """Of all steps whose loss is finite."""
+        return [float(line["loss"]) for line in self.steps if isinstance(line.get("loss"), int | float)]
+
+    @cached_property
+    def step_reports(self) -> list[StepReport]:
+        """The same, of those that are complete."""
+        return [report for line in self.steps if (report := parsed(StepReport, line))]
 
     @cached_property
     def validations(self) -> list[dict[str, Any]]:
-        return [line for line in self._lines("validation.jsonl") if isinstance(line.get("step"), int)]
+        return [line for line in read_lines(self.paths.validation) if isinstance(line.get("step"), int)]
+
+    @cached_property
+    def validation_reports(self) -> list[ValidationReport]:
+        return [report for line in self.validations if (report := parsed(ValidationReport, line))]
 
     @cached_property
     def warnings(self) -> list[str]:
-        return [str(line.get("text", "")) for line in self._lines("warnings.jsonl")]
+        return [str(line.get("text", "")) for line in read_lines(self.paths.warnings)]
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        return self._json("environment.json")
+        return _json(self.paths.environment)
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
         """What the ledger says about each sample."""
-        return [line for line in read_ledger(self.path / "ledger.jsonl") if line["kind"] == "sample"]
+        return [line for line in read_ledger(self.paths.ledger) if line["kind"] == "sample"]
 
     @cached_property
     def coverage(self) -> Coverage:
-        return coverage(self.path / "ledger.jsonl")
+        return coverage(self.paths.ledger)
 
     @cached_property
     def edits(self) -> list[EditHistory]:
         """What was drawn at the checkpoints, in the order it was drawn first."""
         outputs: dict[tuple[str, str], list[tuple[int, Path]]] = defaultdict(list)
         given: dict[tuple[str, str], tuple[list[Path], Path | None, Path | None]] = {}
-        for folder in sorted((self.path / "samples").glob("step-*")):
-            if not folder.is_dir() or not folder.name[5:].isdigit():
+        for folder in sorted(self.paths.samples.glob("step-*")):
+            steps_done = steps_of(folder)
+            if not folder.is_dir() or steps_done is None:
                 continue
-            described = self._json(folder.relative_to(self.path) / "edits.json").get("edits")
+            described = _json(folder / "edits.json").get("edits")
             for item in described if isinstance(described, list) else []:
                 if not isinstance(item, dict):
                     continue
                 key = str(item.get("name")), str(item.get("prompt"))
                 picture = self._picture(folder, item.get("output"))
                 if picture:
-                    outputs[key].append((int(folder.name[5:]), picture))
+                    outputs[key].append((steps_done, picture))
                     given[key] = (
                         [file for kind in _controls(item) if (file := self._picture(folder, item[kind]))],
                         self._picture(folder, item.get("mask")),
@@ -123,15 +139,14 @@ class RunFolder:
     def last_change(self) -> datetime | None:
         """When the last step was written down."""
         try:
-            return datetime.fromtimestamp((self.path / "metrics.jsonl").stat().st_mtime)
+            return datetime.fromtimestamp(self.paths.metrics.stat().st_mtime)
         except OSError:
             return None
 
     @property
     def adapter(self) -> Path | None:
         """The finished LoRA."""
-        file = self.path / "adapter" / "pytorch_lora_weights.safetensors"
-        return file if file.is_file() else None
+        return self.paths.adapter_file if self.paths.adapter_file.is_file() else None
 
     @property
     def total_steps(self) -> int | None:
@@ -148,7 +163,7 @@ class RunFolder:
     def _is_running(self) -> bool:
         """Whether a process holds the run's lock. It is looked up, not tried: a trial could stop a run that starts."""
         try:
-            lock = (self.path / ".lock").stat()
+            lock = self.paths.lock.stat()
             held = Path("/proc/locks").read_text()
         except OSError:
             return False
@@ -162,12 +177,10 @@ class RunFolder:
         path = (folder / name).resolve()
         return path if path.is_file() and path.is_relative_to(self.path.resolve()) else None
 
-    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
-        return read_lines(self.path / name)
 
-    def _json(self, name: str | Path) -> dict[str, Any]:
-        try:
-            value = json.loads((self.path / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return value if isinstance(value, dict) else {}
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -3,25 +3,22 @@
 {"kind": "sample", "id": …, "name": …, "source": …, "rate": …, "images": [[width, height], …]}     once per sample
 {"kind": "skipped", "what": …, "source": …, "reason": …}           what the data holds and the run does not use
 {"kind": "step", "step": 12, "epoch": 0, "samples": [id, …]}       all ranks together
-{"kind": "left out", "step": 13, …}                                 the same, but its loss was no number
+{"kind": "left out", "step": 13, …}                                 the same, but its loss was not finite
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qflux.files.jsonl import append_line, read_lines
-from qflux.files.atomic import write_bytes
+from qflux.files.jsonl import append_line, keep_lines, read_lines
 
-if TYPE_CHECKING:  # reports read ledgers, and should not wait for torch
+if TYPE_CHECKING:
+    from qflux.data.sample import Sample
     from qflux.data.sources.listing import Fault
-    from qflux.data.plan import PlannedStep
-    from qflux.training.encode import TrainingSample
 
 
 @dataclass(frozen=True)
@@ -42,23 +39,24 @@ class Coverage:
 
 
 class Ledger:
-    """Written as the run goes. A resumed run first drops the lines of steps it is about to do again."""
+    """The ledger of a run that goes. A resumed run first drops the lines of steps it is about to do again."""
 
     def __init__(
-        self, path: Path, samples: Sequence[TrainingSample], skipped: Iterable[Fault], steps_done: int = 0
+        self,
+        path: Path,
+        samples: Sequence[Sample],
+        skipped: Iterable[Fault],
+        steps_done: int = 0,
+        pixels_per_token: int = 16,
     ) -> None:
         self._path = path
-        self._ids = [sample.id for sample in samples]
-        head = [_sample(sample) for sample in samples]
-        head += [_skipped(fault) for fault in skipped]
-        done = [line for line in read_ledger(path) if _is_step(line) and line["step"] <= steps_done]
-        write_bytes(path, "".join(json.dumps(line) + "\n" for line in [*head, *done]).encode())
+        head = [_sample(sample, pixels_per_token) for sample in samples] + [_skipped(fault) for fault in skipped]
+        keep_lines(path, lambda line: _is_step(line) and line["step"] <= steps_done, head)
 
-    def record(self, number: int, step: PlannedStep, left_out: bool = False) -> None:
-        """Step `number`, counted from 1, is done; or it was left out, because its loss was no number."""
-        ids = [self._ids[visit.sample] for visit in step.visits]
-        line = {"kind": "left out" if left_out else "step", "step": number, "epoch": step.epoch, "samples": ids}
-        append_line(self._path, line)
+    def record(self, step: int, epoch: int, samples: Iterable[Sample], left_out: bool = False) -> None:
+        """Step `step`, counted from 1, is done; or it was left out, because its loss was not finite."""
+        kind, ids = "left out" if left_out else "step", [sample.id for sample in samples]
+        append_line(self._path, {"kind": kind, "step": step, "epoch": epoch, "samples": ids})
 
 
 def coverage(path: Path) -> Coverage:
@@ -82,6 +80,11 @@ def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
     return (line for line in read_lines(path) if "kind" in line)
 
 
+def trained_ids(path: Path) -> dict[str, str]:
+    """The ids of the samples that a run has trained on, by name."""
+    return {str(line.get("name")): str(line.get("id")) for line in read_ledger(path) if line["kind"] == "sample"}
+
+
 def _is_step(line: dict[str, Any]) -> bool:
     """A line about a step, and not a foreign one."""
     kinds = isinstance(line.get("step"), int), isinstance(line.get("samples"), list), isinstance(line.get("epoch"), int)
@@ -92,14 +95,13 @@ def _skipped(fault: Fault) -> dict[str, Any]:
     return {"kind": "skipped", "what": fault.what, "source": fault.source, "reason": fault.problem}
 
 
-def _sample(sample: TrainingSample) -> dict[str, Any]:
-    example = sample.example
+def _sample(sample: Sample, pixels: int) -> dict[str, Any]:
     return {
         "kind": "sample",
         "id": sample.id,
-        "name": example.name,
-        "source": example.source,
-        "target": str(example.target),
-        "rate": example.rate,
-        "images": [[16 * columns, 16 * rows] for _, rows, columns in sample.img_shapes],
+        "name": sample.name,
+        "source": sample.source,
+        "target": sample.place,
+        "rate": sample.rate,
+        "images": [[pixels * columns, pixels * rows] for _, rows, columns in sample.shapes.images],
     }

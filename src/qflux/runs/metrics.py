@@ -1,16 +1,15 @@
-"""What a run reports while it goes: one `StepReport` per optimizer step, to `metrics.jsonl` and to whoever listens."""
+"""What a run reports while it goes: a `StepReport` per optimizer step, a `ValidationReport` per validation."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
-from qflux.files.jsonl import append_line
 from qflux.files.atomic import write_bytes
+from qflux.files.jsonl import append_line, finite, read_lines
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class StepReport:
     grad_norm: float
     learning_rate: float
     skipped: bool
-    """The step changed nothing: its loss or gradient was no number, or float16 had to find its scale."""
+    """The step changed nothing: its loss or gradient was not finite, or float16 had to find its scale."""
     skipped_steps: int
     """So far in this run, since it was last started."""
     samples: int
@@ -57,7 +56,30 @@ class StepReport:
         return {f"train/{key}": float(value) for key, value in values.items() if value is not None}
 
 
+@dataclass(frozen=True)
+class ValidationReport:
+    """What was found at one checkpoint. What was not measured is left out of its line."""
+
+    step: int
+    """Steps done."""
+    held_out_loss: float | None = None
+    held_out_loss_by_level: list[float] | None = None
+    """The same for each noise level, the least noise first."""
+    drifts: list[dict[str, Any]] = field(default_factory=list)
+    """How far each edit has moved what it should have left alone."""
+    drift: float | None = None
+    """The mean displacement of those that are certain."""
+
+    def line(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value not in (None, [])}
+
+    def numbers(self) -> dict[str, float]:
+        """What trackers draw."""
+        return {f"validation/{key}": value for key, value in self.line().items() if isinstance(value, float)}
+
+
 Listener = Callable[[StepReport], None]
+R = TypeVar("R", StepReport, ValidationReport)
 
 
 def by_level(terms: Sequence[float], sigmas: Sequence[float]) -> list[float | None]:
@@ -68,44 +90,31 @@ def by_level(terms: Sequence[float], sigmas: Sequence[float]) -> list[float | No
     return [sum(quarter) / len(quarter) if quarter else None for quarter in quarters]
 
 
-class LineFile:
+class StepFile:
     """A file of one JSON line per step. A resumed run first drops the lines of steps it is about to do again."""
 
     def __init__(self, path: Path, steps_done: int) -> None:
         self._path = path
-        kept: dict[int, str] = {}
-        for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
-            step = _step_of(line)
-            if step is not None and 0 <= step <= steps_done and steps_done > 0:
+        kept: dict[int, dict[str, Any]] = {}
+        for line in read_lines(path) if steps_done > 0 else ():
+            step = line.get("step")
+            if isinstance(step, int) and 0 <= step <= steps_done:
                 kept.setdefault(step, line)
-        write_bytes(path, "".join(f"{line}\n" for line in kept.values()).encode())
+        write_bytes(path, "".join(json.dumps(line) + "\n" for line in kept.values()).encode())
 
     def append(self, value: dict[str, Any]) -> None:
-        append_line(self._path, _finite(value))
+        append_line(self._path, finite(value))
 
 
-class Tracker(Protocol):
-    """Where else figures go."""
-
-    def log(self, step: int, numbers: dict[str, float]) -> None: ...
-
-    def image(self, step: int, name: str, file: Path) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _step_of(line: str) -> int | None:
-    """The step of a line, unless it is torn or foreign."""
+def parsed(kind: type[R], line: dict[str, Any]) -> R | None:
+    """A line of a file as what it was; none if it lacks something, or is not of this version."""
+    known = {item.name for item in fields(kind)}
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+        return kind(**{key: _number(value) for key, value in line.items() if key in known})
+    except TypeError:
         return None
+
+
+def _number(value: Any) -> Any:
+    """NaN and infinities are written as text."""
+    return float(value) if value in ("nan", "inf", "-inf") else value

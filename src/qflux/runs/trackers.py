@@ -6,7 +6,7 @@ import importlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
@@ -14,7 +14,16 @@ from PIL import Image
 from qflux.config import Config
 from qflux.files.hashing import key_of
 from qflux.errors import ConfigError
-from qflux.runs.metrics import Tracker
+
+
+class Tracker(Protocol):
+    """Where else metrics go."""
+
+    def log(self, step: int, numbers: dict[str, float]) -> None: ...
+
+    def image(self, step: int, name: str, file: Path) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class TensorBoard:

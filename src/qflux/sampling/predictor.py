@@ -5,20 +5,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from qflux.config import Config, ProcessorSettings
+from qflux.adapters.attach import Weighted, attach_all
+from qflux.adapters.files import Record, read_adapter
+from qflux.config import Config, ProcessorSettings, load_config
 from qflux.data.images.pixels import to_image
+from qflux.errors import ConfigError
+from qflux.files.hashing import file_hash
 from qflux.models.family import Family, text_limit
+from qflux.models.loading import transformer_identity
+from qflux.models.pretrained import Pretrained
 from qflux.ragged.shapes import ImageShape
 from qflux.sampling.prepare import Edit, Preparer
 from qflux.sampling.sampler import OnStep, Prepared, Sampler
+from qflux.version import VERSION
 
-__all__ = ["Edit", "Predictor"]
+__all__ = ["Edit", "Predictor", "load_predictor", "provenance"]
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +101,7 @@ class Predictor:
 
     def settings(self, steps: int | None = None, guidance: float | None = None) -> dict[str, Any]:
         """Everything besides the edit that its image depends on."""
-        settings, defaults = self._settings, self._family.defaults
+        settings, defaults = self._settings, self._family.facts
         cfg = defaults.true_cfg_scale if settings.true_cfg_scale is None else settings.true_cfg_scale
         return {
             "num_inference_steps": steps or settings.num_inference_steps or defaults.num_inference_steps,
@@ -129,3 +137,64 @@ class Predictor:
         if text not in self._told:
             self._told.add(text)
             logger.warning("%s", text)
+
+
+def load_predictor(pretrained: Pretrained, config: Config, adapters: Sequence[Weighted] = ()) -> Predictor:
+    """Everything loaded for predictions, with any number of adapters."""
+    family = pretrained.family
+    components = pretrained.components(("scheduler", *family.text_parts, *family.image_parts))
+    components.transformer = pretrained.transformer()
+    records = attach_all(components.transformer, family, adapters) if adapters else []
+    return Predictor(family, components, config, _preprocessing(config, records))
+
+
+def provenance(config: Config, predictor: Predictor, adapters: Sequence[Weighted]) -> dict[str, Any]:
+    """What an image depends on besides its edit; it is written into the file."""
+    files = [(read_adapter(adapter.path).path, adapter.weight) for adapter in adapters]
+    return {
+        "software": f"qflux {VERSION}",
+        "family": config.family,
+        "model": Path(config.model.pretrained).name,
+        "weights": transformer_identity(config.model),
+        "dtype": config.model.dtype,
+        "quantization": config.model.quantization,
+        "adapters": [{"name": file.name, "sha256": file_hash(file), "weight": weight} for file, weight in files],
+        **predictor.settings(),
+    }
+
+
+def _preprocessing(config: Config, records: Sequence[Record]) -> ProcessorSettings | None:
+    """How images reach their size; none: as in the reference pipeline."""
+    if config.predict.preprocessing == "config":
+        return config.data.processor
+    known = [recorded_preprocessing(record) for record in records if record.preprocessing]
+    if not known or config.predict.preprocessing == "pipeline":
+        return None
+    recorded, *others = known
+    if any(other != recorded for other in others):
+        logger.warning("the LoRAs were trained with different preprocessing; the first one's is used")
+    values = config.dump()
+    try:
+        return load_config({**values, "data": {**values["data"], "processor": recorded}}).data.processor
+    except ConfigError as error:
+        logger.warning("the LoRA's preprocessing can't be used, the pipeline's is: %s", error.problem)
+        return None
+
+
+def recorded_preprocessing(record: Record) -> dict[str, Any]:
+    """How a LoRA's images reached their size. Lists for controls of older files mean other controls than today's."""
+    settings, lists = dict(record.preprocessing), ("controls_size", "controls_pixels")
+    if record.controls_from == 0:
+        return settings
+    candidates = settings.get("multi_resolutions")
+    dropped = [name for name in lists if settings.pop(name, None)]
+    if isinstance(candidates, dict) and candidates.get("controls"):
+        settings["multi_resolutions"] = {**candidates, "controls": []}
+        dropped.append("multi_resolutions.controls")
+    if dropped:
+        logger.warning(
+            "the LoRA's %s began with the second control when it was trained, and is not used: further controls are "
+            "sized as the first; predict.preprocessing: config takes data.processor instead",
+            " and ".join(dropped),
+        )
+    return settings

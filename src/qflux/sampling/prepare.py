@@ -10,15 +10,14 @@ from typing import Any, Literal
 import torch
 from PIL import Image
 
-from qflux.config import STEP, ProcessorSettings
+from qflux.config import ProcessorSettings
 from qflux.data.encoded import Prompt
 from qflux.data.images.decode import to_rgb
 from qflux.data.images.pixels import to_pixels
 from qflux.data.images.sizes import AskedSize, ImageProcessor, Size, Transform, possible_size
 from qflux.errors import DataError
 from qflux.models.family import Encoder, Family
-from qflux.models.patches import pack
-from qflux.ragged.shapes import image_tokens, token_shape
+from qflux.ragged.shapes import ImageShape, Shapes, image_tokens, token_shape
 from qflux.sampling.sampler import Prepared
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ class Preparer:
         self._encoder = encoder
         # What may be trained on is no reason not to edit: the limit on aspect ratios is the training's.
         self._settings = processor and processor.model_copy(update={"max_aspect_ratio": None})
-        self._processor = ImageProcessor(self._settings) if self._settings else None
+        self._processor = ImageProcessor(self._settings, family.size_multiple) if self._settings else None
         self._device = device
         self._dtype = dtype
         self._told: set[str] = set()
@@ -68,7 +67,7 @@ class Preparer:
     def tokens(self, sizes: Sequence[tuple[int, int]], asked: AskedSize = None) -> int:
         """Image tokens of an edit with controls of these (width, height) and a result of the size asked for."""
         target, transforms = self.transforms(sizes, asked)
-        return image_tokens([token_shape(*size) for size in (target, *(transform.size for transform in transforms))])
+        return image_tokens([self._grid(size) for size in (target, *(transform.size for transform in transforms))])
 
     def transforms(self, sizes: Sequence[tuple[int, int]], asked: AskedSize = None) -> tuple[Size, list[Transform]]:
         """The size `(height, width)` of the result, and how control images of these (width, height) reach theirs.
@@ -91,13 +90,13 @@ class Preparer:
 
     def _transform_to(self, asked: Size | Literal["input"], own: tuple[int, int], has_image: bool) -> Transform:
         """How an image of `own` (width, height) reaches the size that somebody asked for."""
-        width, height = own
+        (width, height), step = own, self._family.size_multiple
         if asked == "input":
             if not has_image:
                 raise DataError('the size "input" is that of the image to edit, and there is none', "give a size.")
             # Less than a step is stretched, and stretched back in the result: not a pixel's place is lost.
-            return Transform(possible_size((_to_step(height), _to_step(width))), "stretch")
-        transform = Transform(possible_size(asked), self._processor.fit if self._processor else "crop")
+            return Transform(possible_size((self._rounded(height), self._rounded(width)), step), "stretch")
+        transform = Transform(possible_size(asked, step), self._processor.fit if self._processor else "crop", step)
         if has_image and transform.crops(width, height):
             left, top, right, bottom = transform.box(width, height)
             lost = 1 - (right - left) * (bottom - top) / (width * height)
@@ -116,33 +115,33 @@ class Preparer:
         size, transforms = self.transforms([image.size for image in images], edit.size)
         for index, (image, transform) in enumerate(zip(images, transforms, strict=True)):
             controls.append(self._encoder.encode_images([to_pixels(transform(image))])[0].to(self._device))
-            shapes.append(token_shape(*transform.size))
+            shapes.append(self._grid(transform.size))
             view = self._family.prompt_view(index, image.size, transform)
             seen += [view(image)] if view else []
-        target = token_shape(*size)
-        _, rows, columns = target
+        target = self._grid(size)
         generator = torch.Generator().manual_seed(edit.seed)
-        channels = self._family.image_channels // 4
-        noise = torch.randn(channels, 2 * rows, 2 * columns, generator=generator, dtype=self._dtype)
-        packed = pack(noise).to(self._device)
+        noise = self._encoder.noise(target, generator, self._dtype).to(self._device)
         prompts = [Prompt(edit.prompt, edit.prompt_2, tuple(seen))]
         if edit.negative_prompt is not None:
             prompts.append(Prompt(edit.negative_prompt, images=tuple(seen)))
         text, *negative = self._encoder.encode_text(prompts)
         return Prepared(
-            noise=packed,
-            controls=torch.cat(controls or [packed[:0]]),
-            img_shapes=(target, *shapes),
+            noise=noise,
+            controls=torch.cat(controls or [noise[:0]]),
+            shapes=Shapes((target,), tuple(shapes)),
             text=text,
             negative=negative[0] if negative else None,
             exact=images[0].size if edit.size == "input" else None,
         )
 
+    def _grid(self, size: Size) -> ImageShape:
+        return token_shape(*size, self._family.pixels_per_token)
+
+    def _rounded(self, side: int) -> int:
+        step = self._family.size_multiple
+        return max(step, round(side / step) * step)
+
     def _tell(self, text: str) -> None:
         if text not in self._told:
             self._told.add(text)
             logger.warning("%s", text)
-
-
-def _to_step(side: int) -> int:
-    return max(STEP, round(side / STEP) * STEP)

@@ -19,7 +19,7 @@ from qflux.errors import ConfigError
 from qflux.losses.timesteps import NoiseShift
 from qflux.models.family import Family, ModelInputs
 from qflux.ragged.interleave import Interleave
-from qflux.ragged.shapes import ImageShape, image_tokens
+from qflux.ragged.shapes import ImageShape, Shapes
 
 OnStep = Callable[[int, int], None]
 
@@ -32,7 +32,7 @@ class Prepared:
     """`(m, C)`"""
     controls: Tensor
     """`(k, C)`"""
-    img_shapes: tuple[ImageShape, ...]
+    shapes: Shapes
     text: TextEmbedding
     negative: TextEmbedding | None = None
     exact: tuple[int, int] | None = None
@@ -40,20 +40,18 @@ class Prepared:
 
     @property
     def target(self) -> ImageShape:
-        return self.img_shapes[0]
+        """The image to make."""
+        (shape,) = self.shapes.targets
+        return shape
 
     def to(self, device: torch.device | str) -> Prepared:
         """The same on another device."""
-
-        def moved(text: TextEmbedding) -> TextEmbedding:
-            return TextEmbedding(text.tokens.to(device), None if text.pooled is None else text.pooled.to(device))
-
         return replace(
             self,
             noise=self.noise.to(device),
             controls=self.controls.to(device),
-            text=moved(self.text),
-            negative=None if self.negative is None else moved(self.negative),
+            text=self.text.to(device),
+            negative=None if self.negative is None else self.negative.to(device),
         )
 
 
@@ -75,11 +73,12 @@ class Sampler:
         on_step: OnStep | None = None,
     ) -> list[Tensor]:
         """Denoised target tokens `(m, C)` of every edit; each is what it would be alone."""
-        targets = [image_tokens([edit.target]) for edit in edits]
+        targets = [edit.shapes.target_tokens for edit in edits]
         noise = torch.cat([edit.noise for edit in edits])
         sample = Interleave.build(targets, [0] * len(targets), noise.device).first_sample
         velocity = self._velocity(edits, targets, guidance, true_cfg_scale)
-        sigmas, told = schedules(self._scheduler, targets, steps, noise.device)
+        shift = self._family.noise_shift(self._scheduler)
+        sigmas, told = schedules(self._scheduler, shift, targets, steps, noise.device)
         return list(denoise(velocity, noise, sample, sigmas, told, on_step).split(targets))
 
     def _velocity(
@@ -88,7 +87,7 @@ class Sampler:
         """The guided velocity of all edits; conditional and unconditional samples run in one ragged batch."""
         guided = [index for index, edit in enumerate(edits) if edit.negative is not None and scale > 1]
         rows = [*range(len(edits)), *guided]
-        shapes = [edits[row].img_shapes for row in rows]
+        shapes = [edits[row].shapes for row in rows]
         text = [edit.text for edit in edits] + [edits[row].negative or edits[row].text for row in guided]
         controls = torch.cat([edits[row].controls for row in rows])
         lengths = [targets[row] for row in rows]
@@ -106,18 +105,22 @@ class Sampler:
         return velocity
 
 
-def schedules(scheduler: Any, target_tokens: Sequence[int], steps: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def schedules(
+    scheduler: Any, shift: NoiseShift, target_tokens: Sequence[int], steps: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Noise levels `(n + 1, B)` to integrate over, and the levels `(n, B)` the model is told; diffusers' own.
 
     The shift of a sample follows from its own size, so its schedule is the one it would have alone.
     """
-    columns = [_one_schedule(scheduler, tokens, steps, device) for tokens in target_tokens]
+    columns = [_one_schedule(scheduler, shift, tokens, steps, device) for tokens in target_tokens]
     sigmas, told = (torch.stack(list(column), dim=1) for column in zip(*columns, strict=True))
     return sigmas, told
 
 
-def _one_schedule(scheduler: Any, tokens: int, steps: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    own, shift = copy.deepcopy(scheduler), NoiseShift.of(scheduler)
+def _one_schedule(
+    scheduler: Any, shift: NoiseShift, tokens: int, steps: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    own = copy.deepcopy(scheduler)
     mu = None if shift.constant is not None else shift.mu(tokens)
     own.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu, device=device)
     if not bool(torch.isfinite(own.sigmas).all()):

@@ -12,74 +12,80 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from qflux.config import load_config
-from qflux.data.dataset import Progress, SizedExample, gather
+from qflux.data.dataset import Progress, gather
+from qflux.data.images.decode import ImageFacts
 from qflux.data.images.index import FileIndex
 from qflux.data.images.sizes import Transform
+from qflux.data.sample import Sample
 from qflux.data.sources.listing import Fault
 from qflux.errors import DataError
-from qflux.start.presets import FAMILIES
+from qflux.models.facts import Facts
+from qflux.models.registry import all_facts, facts_of
 
 
 @dataclass(frozen=True)
 class Seen:
     """What there is to train on."""
 
-    samples: list[SizedExample]
+    samples: list[Sample]
     faults: list[Fault]
 
     @property
     def sides(self) -> list[float]:
         """Of squares as large as the targets, in ascending order."""
-        return sorted(math.sqrt(sample.facts[0].width * sample.facts[0].height) for sample in self.samples)
+        return sorted(math.sqrt(_target(sample).width * _target(sample).height) for sample in self.samples)
 
     @property
     def sizes(self) -> str:
         """The smallest and the largest picture there is."""
-        targets = sorted((s.facts[0] for s in self.samples), key=lambda fact: (fact.width * fact.height, fact.width))
+        targets = sorted(map(_target, self.samples), key=lambda fact: (fact.width * fact.height, fact.width))
         return " to ".join(dict.fromkeys(f"{fact.width}x{fact.height}" for fact in (targets[0], targets[-1])))
 
     @property
     def masks(self) -> int:
-        return sum(sample.example.mask is not None for sample in self.samples)
+        return sum(sample.has_mask for sample in self.samples)
 
     @property
     def has_controls(self) -> bool:
-        return any(sample.example.controls for sample in self.samples)
+        return any(sample.shapes.controls for sample in self.samples)
 
     @property
     def prompt(self) -> str:
         """One of the prompts."""
-        return self.samples[0].example.prompt
+        return self.samples[0].prompt
 
     def __str__(self) -> str:
-        counts = sorted({len(sample.example.controls) for sample in self.samples})
+        counts = sorted({len(sample.shapes.controls) for sample in self.samples})
         controls = "no control images"
         if counts != [0]:
             controls = f"{' or '.join(map(str, counts))} control image{'s' if counts[-1] > 1 else ''} each"
         return f"{len(self.samples)} samples, {self.sizes}, {controls}"
 
 
+def _target(sample: Sample) -> ImageFacts:
+    return sample.own_images.target.facts
+
+
 @dataclass(frozen=True)
 class _Policy:
-    """What a family says about control images, as far as that can be told without torch."""
+    """What a family says about a sample's images, as far as that can be told without torch."""
 
-    family: str
+    facts: Facts
+
+    @property
+    def pixels_per_token(self) -> int:
+        return self.facts.pixels_per_token
+
+    @property
+    def size_multiple(self) -> int:
+        return self.facts.size_multiple
 
     def prompt_view(self, index: int, size: tuple[int, int], transform: Transform) -> Transform | None:
         return None
 
     def check_controls(self, count: int, what: str) -> None:
-        if not _takes(self.family, count):
-            fitting = next(name for name in FAMILIES if _takes(name, count))
-            raise DataError(
-                f"{what}: {count} control images; {self.family} does not take that many",
-                f"--family {fitting} fits such data.",
-            )
-
-
-def _takes(family: str, count: int) -> bool:
-    least, most = FAMILIES[family].controls
-    return least <= count and (most is None or count <= most)
+        fitting = next((facts.name for facts in all_facts() if facts.takes(count)), None)
+        self.facts.check_controls(count, what, f"--family {fitting} fits such data." if fitting else "")
 
 
 def look(source: dict[str, Any], rows: bytes, family: str, progress: Progress | None = None) -> Seen:
@@ -91,7 +97,7 @@ def look(source: dict[str, Any], rows: bytes, family: str, progress: Progress | 
             Path(looked["path"]).write_bytes(rows)
         values = {"model": {"pretrained": "-"}, "data": {"sources": [looked], "on_bad_sample": "skip"}}
         index = FileIndex(Path(folder) / "index.jsonl")
-        gathered = gather(load_config(values).data, _Policy(family), index, progress)
+        gathered = gather(load_config(values).data, _Policy(facts_of(family)), index, progress=progress)
     if not gathered.all:
         problems = "".join(f"\n  - {fault}" for fault in gathered.faults[:10]) or " it holds no row"
         remedies = dict.fromkeys(fault.remedy for fault in gathered.faults if fault.remedy)

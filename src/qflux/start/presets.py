@@ -7,35 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qflux.errors import ConfigError
-from qflux.models.shipped import SMALL, local_folder
+from qflux.models import registry
+from qflux.models.facts import Facts
 from qflux.start.machine import Machine, is_installed
-
-
-@dataclass(frozen=True)
-class Published:
-    """A family's own checkpoint."""
-
-    hub_id: str
-    pipeline: str
-    gigabytes: float
-    """Of the transformer, in bfloat16."""
-    controls: tuple[int, int | None]
-    """The least and the most a sample may have."""
-    inference_steps: int
-    has_cfg: bool
-    """A negative prompt is usual."""
-
-
-FAMILIES = {
-    "flux-kontext": Published(
-        "black-forest-labs/FLUX.1-Kontext-dev", "FluxKontextPipeline", 23.8, (0, None), 28, has_cfg=False
-    ),
-    "qwen-image": Published("Qwen/Qwen-Image", "QwenImagePipeline", 40.9, (0, 0), 50, has_cfg=True),
-    "qwen-image-edit": Published("Qwen/Qwen-Image-Edit", "QwenImageEditPipeline", 40.9, (1, 4095), 50, has_cfg=True),
-    "qwen-image-edit-plus": Published(
-        "Qwen/Qwen-Image-Edit-2509", "QwenImageEditPlusPipeline", 40.9, (0, 4095), 50, has_cfg=True
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -50,53 +24,55 @@ class Model:
 
     @property
     def is_small(self) -> bool:
-        return self.pretrained == SMALL
+        return self.pretrained == registry.shipped().name
 
     @property
-    def published(self) -> Published:
-        return FAMILIES[self.family]
+    def facts(self) -> Facts:
+        return registry.facts_of(self.family)
 
 
 def choose_model(pretrained: str | None, family: str | None, machine: Machine, has_controls: bool) -> Model:
     """The model that somebody names; otherwise the family's own, or the small one where that could not run."""
-    if family is not None and family not in FAMILIES:
-        raise ConfigError(f"--family {family} is not known", f"use one of {', '.join(FAMILIES)}.")
-    if pretrained in (SMALL, "small"):
-        if family not in (None, "flux-kontext"):
-            raise ConfigError(f"{SMALL} is of the family flux-kontext, and --family is {family}", "leave it out.")
-        return Model("flux-kontext", SMALL, 0.02)
+    if family is not None and family not in registry.names():
+        raise ConfigError(f"--family {family} is not known", f"use one of {', '.join(registry.names())}.")
+    small = registry.shipped()
+    if pretrained in (small.name, "small"):
+        if family not in (None, small.family):
+            raise ConfigError(
+                f"{small.name} is of the family {small.family}, and --family is {family}", "leave it out."
+            )
+        return Model(small.family, small.name, _SMALL_GIGABYTES)
     if pretrained is not None:
         found = _family_of(pretrained)
         if family and found and family != found:
             raise ConfigError(
                 f"--model {pretrained} is of the family {found}, and --family is {family}", "leave it out."
             )
-        name = family or found or "flux-kontext"
-        return Model(name, pretrained, _gigabytes(local_folder(pretrained)) or FAMILIES[name].gigabytes)
-    name = family or ("flux-kontext" if has_controls else "qwen-image")
-    own = FAMILIES[name]
-    if family is not None or machine.gpu or _is_here(own.hub_id):
-        return Model(name, own.hub_id, own.gigabytes)
+        name = family or found or registry.DEFAULT
+        own = _gigabytes(registry.local_folder(pretrained))
+        return Model(name, pretrained, own or registry.facts_of(name).gigabytes)
+    name = family or (registry.DEFAULT if has_controls else registry.WITHOUT_CONTROLS)
+    facts = registry.facts_of(name)
+    if family is not None or machine.gpu or _is_here(facts.hub_id):
+        return Model(name, facts.hub_id, facts.gigabytes)
     why = (
-        f"there is no GPU here, and no checkpoint of {own.hub_id}: the small model that ships with qflux is trained, "
-        f"which shows within minutes what your data can teach; for the real one, --model {own.hub_id} on a GPU"
+        f"there is no GPU here, and no checkpoint of {facts.hub_id}: the small model that ships with qflux is trained, "
+        f"which shows within minutes what your data can teach; for the real one, --model {facts.hub_id} on a GPU"
     )
-    return Model("flux-kontext", SMALL, 0.02, why)
+    return Model(small.family, small.name, _SMALL_GIGABYTES, why)
 
 
 def _family_of(pretrained: str) -> str | None:
-    """From the description in a folder, or from the name of a published checkpoint."""
+    """From the description in a folder, or from the name of a checkpoint."""
+    folder = registry.local_folder(pretrained)
     try:
-        described = json.loads((local_folder(pretrained) / "model_index.json").read_text()).get("_class_name")
+        described = json.loads((folder / "model_index.json").read_text()).get("_class_name")
     except (OSError, ValueError, AttributeError):
         described = None
-    for name, known in FAMILIES.items():
-        if described == known.pipeline or pretrained.lower() == known.hub_id.lower():
-            return name
-    lowered = pretrained.lower()
-    if "qwen-image-edit" in lowered:
-        return "qwen-image-edit" if lowered.endswith("qwen-image-edit") else "qwen-image-edit-plus"
-    return "qwen-image" if "qwen-image" in lowered else "flux-kontext" if "kontext" in lowered else None
+    known = registry.all_facts()
+    by_pipeline = next((facts.name for facts in known if facts.pipeline == described), None)
+    by_id = next((facts.name for facts in known if facts.hub_id.lower() == pretrained.lower()), None)
+    return by_pipeline or by_id or next((facts.name for facts in known if facts.is_spelled(pretrained)), None)
 
 
 def _gigabytes(folder: Path) -> float | None:
@@ -152,6 +128,7 @@ def preset(model: Model, machine: Machine, samples: int, side: float) -> Preset:
 
 
 LARGEST = 1024
+_SMALL_GIGABYTES = 0.02
 _BYTES = {None: 1.0, "int8": 0.52, "nf4": 0.3}
 """Of the weights, what is left of bfloat16: with the scales, and the layers that are not quantized."""
 _PER_EDIT = 4.3

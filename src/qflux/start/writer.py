@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from qflux.config.reader import FLOAT
-from qflux.models import shipped
+from qflux.models.registry import shipped
 from qflux.start.look import Seen
 from qflux.start.machine import Machine
 from qflux.start.presets import Model, Preset
@@ -88,7 +88,7 @@ def _model(plan: Plan) -> list[str]:
     model, preset = plan.model, plan.preset
     about = "a hub id, or a folder in diffusers format"
     if model.is_small:
-        about = f"the small model that ships with qflux; on a GPU: {model.published.hub_id}"
+        about = f"the small model that ships with qflux; on a GPU: {model.facts.hub_id}"
     quantization = "  # quantization: int8 # or fp8, nf4: the frozen weights take half or a quarter of the memory"
     if preset.quantization:
         quantization = f"  quantization: {preset.quantization} # of the frozen weights: {_one_line(str(plan.machine))}"
@@ -101,7 +101,7 @@ def _model(plan: Plan) -> list[str]:
         f"  pretrained: {json.dumps(model.pretrained, ensure_ascii=False)} # {about}",
         f"  dtype: {preset.dtype}",
         *([] if model.is_small else [quantization]),
-        *([f"  max_sequence_length: {shipped.TEXT_TOKENS}", "  on_long_prompt: truncate"] if model.is_small else []),
+        *([f"  max_sequence_length: {shipped().text_tokens}", "  on_long_prompt: truncate"] if model.is_small else []),
         "",
     ]
 
@@ -145,16 +145,16 @@ def _training(plan: Plan) -> list[str]:
     visits = preset.steps * preset.batch_size // len(plan.seen.samples)
     small_gpu = preset.quantization == "nf4"
     optimizer = "bitsandbytes.optim.AdamW8bit" if small_gpu else "torch.optim.AdamW"
-    warmup = 30 if small else 50
+    warmup, rate = (30, shipped().learning_rate) if small else (50, "1e-4")
     return [
         "lora:",
         "  rank: 16",
         "  alpha: 16 # strength is alpha / rank",
-        *([f"  target_modules: [{', '.join(shipped.TARGETS)}]"] if small else []),
+        *([f"  target_modules: [{', '.join(shipped().lora_targets)}]"] if small else []),
         "",
         "optimizer:",
         f"  class_path: {optimizer}",
-        f"  init_args: {{ lr: {shipped.RATE if small else '1e-4'}, weight_decay: {0.0 if small else '1e-4'} }}",
+        f"  init_args: {{ lr: {rate}, weight_decay: {0.0 if small else '1e-4'} }}",
         "",
         "train:",
         f"  max_train_steps: {preset.steps} # about {visits} visits of each sample",
@@ -168,9 +168,11 @@ def _training(plan: Plan) -> list[str]:
 
 
 def _rest(plan: Plan) -> list[str]:
-    published, small, seen = plan.model.published, plan.model.is_small, plan.seen
-    steps = 8 if small else published.inference_steps
-    guidance = ['  negative_prompt: " " # switches true CFG on'] if published.has_cfg else ["  guidance_scale: 3.5"]
+    facts, small, seen = plan.model.facts, plan.model.is_small, plan.seen
+    steps = 8 if small else facts.num_inference_steps
+    guidance = (
+        ['  negative_prompt: " " # switches true CFG on'] if facts.true_cfg_scale > 1 else ["  guidance_scale: 3.5"]
+    )
     return [
         "loss:",
         f"  use_mask_loss: {str(bool(seen.masks)).lower()} # {seen.masks} of {len(seen.samples)} samples have a mask",

@@ -1,180 +1,193 @@
-"""What the loop eats: the micro-batches of one rank, read ahead, each with its noise and its weight in the step.
+"""What the loop trains on: the steps of a run, each with the micro-batches of this rank, read ahead.
 
-A micro-batch comes from the cache, or is encoded on the fly; nothing else differs.
+1. the plan says which samples are due in a step, and on which rank
+2. threads read their embeddings, and draw noise, noise level and dropout, each from (seed, sample, visit) alone
+3. the loop gets them as one packed batch
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import tee
 
 import torch
 from torch import Tensor
 
-from qflux.cache.cache import EmbeddingCacheManager, Manifest
-from qflux.cache.stored import StoredSample
+from qflux.cache.encode import OpenedSample, encode_sample, open_sample
 from qflux.config import Config
-from qflux.data.batch import EditBatch
-from qflux.data.encoded import WHOLE, EncodedExample, Variant
+from qflux.data.batch import Batch, NoisySample
+from qflux.data.encoded import COMPLETE, EncodedSample, Variant
 from qflux.data.plan import Batching, MicroBatch, PlannedStep, TrainingPlan
 from qflux.data.reader import read_ahead
+from qflux.data.sample import Sample, names
 from qflux.errors import DataError, QfluxError
 from qflux.files.hashing import seed_of
 from qflux.losses.objective import StepSize, sample_weight
 from qflux.losses.timesteps import NoiseLevels
-from qflux.models.family import Encoder, TextCounter
-from qflux.training.encode import OpenedExample, TrainingSample, encode_example, open_example
+from qflux.models.facts import Facts
+from qflux.models.family import Encoder
+from qflux.models.precision import dtype_of
+from qflux.training.distributed import World
 
 
-class Provider(Protocol):
-    """Where encoded samples come from, in two stages: `read` in a thread, `finish` in the loop."""
+class SampleReader:
+    """Embeddings of samples in two stages: `read` in a thread, `finish` in the loop.
 
-    def text_tokens(self, sample: TrainingSample) -> int:
-        """The length of the sample's prompt, without encoding it."""
+    With an encoder, samples that have images are encoded when they are due; otherwise the cache has them.
+    """
 
-    def read(self, sample: TrainingSample, variant: Variant) -> EncodedExample | OpenedExample: ...
-
-    def finish(self, read: EncodedExample | OpenedExample) -> EncodedExample: ...
-
-
-class FromCache:
-    """Samples as `qflux cache` left them."""
-
-    def __init__(self, store: EmbeddingCacheManager, manifests: Mapping[str, Manifest]) -> None:
-        self._store = store
-        self._manifests = manifests
-
-    def text_tokens(self, sample: TrainingSample) -> int:
-        return sample.text_tokens if isinstance(sample, StoredSample) else self._manifests[sample.address].text_tokens
-
-    def read(self, sample: TrainingSample, variant: Variant) -> EncodedExample:
-        if isinstance(sample, StoredSample):
-            return sample.load(variant)
-        return self._store.load(sample.keys, variant)
-
-    def finish(self, read: EncodedExample | OpenedExample) -> EncodedExample:
-        assert isinstance(read, EncodedExample)
-        return read
-
-
-class FromImages:
-    """Samples decoded and encoded when they are due."""
-
-    def __init__(self, encoder: Encoder, count: TextCounter) -> None:
+    def __init__(self, encoder: Encoder | None = None) -> None:
         self._encoder = encoder
-        self._count = count
 
-    def text_tokens(self, sample: TrainingSample) -> int:
-        if isinstance(sample, StoredSample):
-            return sample.text_tokens
-        return self._count(sample.example.prompt, [view.size for view in sample.views if view]).used
+    def read(self, sample: Sample, variant: Variant = COMPLETE) -> EncodedSample | OpenedSample:
+        """What can be read without the encoder; an error names the sample."""
+        try:
+            if self._encoder is not None and sample.images is not None:
+                return open_sample(sample, variant)
+            assert sample.embeddings is not None
+            return sample.embeddings.load(variant)
+        except QfluxError as error:
+            raise type(error)(f"sample {sample.name}: {error.problem}", error.remedy) from error
+        except Exception as error:
+            raise DataError(
+                f"sample {sample.name} can't be read: {type(error).__name__}: {error}", "look at its files."
+            ) from error
 
-    def read(self, sample: TrainingSample, variant: Variant) -> EncodedExample | OpenedExample:
-        return sample.load(variant) if isinstance(sample, StoredSample) else open_example(sample, variant)
+    def finish(self, read: EncodedSample | OpenedSample) -> EncodedSample:
+        if isinstance(read, EncodedSample):
+            return read
+        assert self._encoder is not None
+        return encode_sample(read, self._encoder)
 
-    def finish(self, read: EncodedExample | OpenedExample) -> EncodedExample:
-        return read if isinstance(read, EncodedExample) else encode_example(read, self._encoder)
 
-
-def training_plan(
-    config: Config, samples: Sequence[TrainingSample], provider: Provider, world_size: int = 1
-) -> TrainingPlan:
+def training_plan(config: Config, facts: Facts, samples: Sequence[Sample], world_size: int = 1) -> TrainingPlan:
     """The plan of a run. A sample that no micro-batch can hold is an error that names it."""
-    lengths = [provider.text_tokens(sample) + sample.image_tokens for sample in samples]
     budget = config.data.max_tokens
-    large = [f"{s.example.name} ({n} tokens)" for s, n in zip(samples, lengths, strict=True) if budget and n > budget]
+    large = [f"{sample.name} ({sample.tokens} tokens)" for sample in samples if budget and sample.tokens > budget]
     if large:
         raise DataError(
             f"{len(large)} samples are larger than data.max_tokens {budget}: {', '.join(large[:10])}",
             "raise data.max_tokens, or choose smaller areas in data.processor.",
         )
     return TrainingPlan(
-        lengths, Batching.of(config, world_size), config.seed, [sample.example.rate for sample in samples]
+        [sample.tokens for sample in samples],
+        Batching.of(config, world_size, facts.attention_tokens),
+        config.seed,
+        [sample.rate for sample in samples],
     )
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """A micro-batch of one rank, and the step that it is part of.
+_Drawn = tuple[Sample, EncodedSample | OpenedSample, float, Tensor, float]
+"""A sample as it comes out of a thread: what was read, noise level, noise and weight."""
 
-    In the last step of an epoch a rank may have nothing to do. The others' collectives need it all the same, so it
-    computes a sample of another rank with weight 0.
-    """
+
+@dataclass(frozen=True)
+class _Part:
+    """A micro-batch of one rank before it is read."""
 
     visits: MicroBatch
     size: StepSize
-    is_stand_in: bool = False
+    counts: bool = True
     drops_nothing: bool = False
     """Captions and controls stay, whatever dropout would draw: for a trial of the largest batch."""
 
 
-def assignments(step: PlannedStep, rank: int, samples: Sequence[TrainingSample]) -> list[Assignment]:
-    """What one rank does in a step."""
-    size = StepSize(sum(samples[visit.sample].target_tokens for visit in step.visits), step.samples)
-    cheapest = min(step.visits, key=lambda visit: samples[visit.sample].image_tokens)
-    return [Assignment(visits or (cheapest,), size, is_stand_in=not visits) for visits in step.ranks[rank]]
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step. Iterating over it gives the micro-batches of this rank, each of them once."""
+
+    number: int
+    """Steps before it."""
+    planned: PlannedStep
+    samples: tuple[Sample, ...]
+    """Of all ranks, in the order of the plan."""
+    _batches: Iterator[Batch] = field(repr=False)
+
+    @property
+    def epoch(self) -> int:
+        return self.planned.epoch
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._batches
 
 
-class Feed:
-    """Turns assignments into tensors."""
+class Batches:
+    """The steps of a run, with the micro-batches of one rank."""
 
     def __init__(
         self,
         config: Config,
-        samples: Sequence[TrainingSample],
-        provider: Provider,
+        plan: TrainingPlan,
+        samples: Sequence[Sample],
+        reader: SampleReader,
         levels: NoiseLevels,
         channels: int,
+        world: World,
         device: torch.device,
-        dtype: torch.dtype,
     ) -> None:
+        """`channels` is the width of an image token: noise is drawn before latents are there."""
         self._config = config
-        self._levels = levels
+        self._plan = plan
         self._samples = samples
-        self._provider = provider
+        self._reader = reader
+        self._levels = levels
         self._channels = channels
+        self._world = world
         self._device = device
-        self._dtype = dtype
+        self._dtype = dtype_of(config.model.dtype)
 
-    def __call__(self, assigned: Iterable[Assignment]) -> Generator[EditBatch, None, None]:
-        """One batch per assignment, in order, the same whatever the number of workers."""
-        for read in read_ahead(self._read, assigned, self._config.data.num_workers, self._names):
-            yield EditBatch.collate(
-                [self._provider.finish(item.content) for item in read],
-                [item.noise for item in read],
-                [item.sigma for item in read],
-                self._device,
-                self._dtype,
-                [item.weight for item in read],
-            )
+    def steps(self, start: int, stop: int) -> Generator[Step, None, None]:
+        """Steps `start` to `stop`; the same whatever the number of workers."""
+        # The plan is walked once: reading is some steps ahead of the loop, and `tee` keeps those in between.
+        due, ahead = tee(self._plan.steps(start, stop))
+        parts = (part for _, planned in ahead for part in self.parts(planned))
+        with closing(read_ahead(self._read, parts, self._config.data.num_workers, self._describe)) as read:
+            for number, planned in due:
+                own = (self._collated(*next(read)) for _ in planned.ranks[self._world.rank])
+                yield Step(number, planned, tuple(self._samples[visit.sample] for visit in planned.visits), own)
 
-    def _read(self, assigned: Assignment) -> list[_Read]:
-        return [self._read_one(self._samples[visit.sample], visit.number, assigned) for visit in assigned.visits]
+    def largest(self, start: int, stop: int) -> Batch:
+        """The micro-batch of the most tokens in steps `start` to `stop`, with nothing dropped from its samples."""
+        tokens, visits = self._plan.largest(start, stop)
+        part = _Part(visits, StepSize(tokens, len(visits)), drops_nothing=True)
+        return self._collated(*self._read(part))
 
-    def _read_one(self, sample: TrainingSample, visit: int, assigned: Assignment) -> _Read:
-        config, tokens = self._config, sample.target_tokens
-        variant = WHOLE if assigned.drops_nothing else drawn_variant(config, sample.id, visit)
-        content = read_named(self._provider, sample, variant)
+    def parts(self, planned: PlannedStep) -> list[_Part]:
+        """What this rank does in a step.
+
+        In the last step of an epoch a rank may have nothing to do. The others' collectives need it all the same, so it
+        computes a sample of another rank with weight 0.
+        """
+        targets = sum(self._samples[visit.sample].shapes.target_tokens for visit in planned.visits)
+        size = StepSize(targets, planned.samples)
+        cheapest = min(planned.visits, key=lambda visit: self._samples[visit.sample].shapes.tokens)
+        return [_Part(visits or (cheapest,), size, counts=bool(visits)) for visits in planned.ranks[self._world.rank]]
+
+    def _read(self, part: _Part) -> tuple[_Part, list[_Drawn]]:
+        """In a thread: everything but the encoder's work."""
+        return part, [self._draw(self._samples[visit.sample], visit.number, part) for visit in part.visits]
+
+    def _draw(self, sample: Sample, visit: int, part: _Part) -> _Drawn:
+        config, tokens = self._config, sample.shapes.target_tokens
+        variant = COMPLETE if part.drops_nothing else drawn_variant(config, sample.id, visit)
+        read = self._reader.read(sample, variant)
         sigma, noise = self._levels.draw(config.seed, sample.id, visit, tokens, self._channels)
-        weight = sample_weight(config.loss, assigned.size, tokens, sigma, sample.example.is_prior)
-        return _Read(content, sigma, noise, 0.0 if assigned.is_stand_in else weight)
+        weight = sample_weight(config.loss, part.size, tokens, sigma, sample.is_prior)
+        return sample, read, sigma, noise, weight if part.counts else 0.0
 
-    def _names(self, assigned: Assignment) -> str:
-        return ", ".join(self._samples[visit.sample].example.name for visit in assigned.visits)
+    def _collated(self, part: _Part, drawn: list[_Drawn]) -> Batch:
+        """In the loop: encode what is not encoded yet, and put the samples into one batch."""
+        items = [
+            NoisySample(sample, self._reader.finish(read), sigma, noise, weight)
+            for sample, read, sigma, noise, weight in drawn
+        ]
+        return Batch.collate(items, self._device, self._dtype, part.counts)
 
-
-def read_named(provider: Provider, sample: TrainingSample, variant: Variant) -> EncodedExample | OpenedExample:
-    """`provider.read`, with the sample's name in every error."""
-    try:
-        return provider.read(sample, variant)
-    except QfluxError as error:
-        raise type(error)(f"sample {sample.example.name}: {error.problem}", error.remedy) from error
-    except Exception as error:
-        raise DataError(
-            f"sample {sample.example.name} can't be read: {type(error).__name__}: {error}", "look at its files."
-        ) from error
+    def _describe(self, part: _Part) -> str:
+        return names([self._samples[visit.sample] for visit in part.visits])
 
 
 def drawn_variant(config: Config, sample_id: str, visit: int) -> Variant:
@@ -183,13 +196,3 @@ def drawn_variant(config: Config, sample_id: str, visit: int) -> Variant:
     return Variant(
         caption=draw.random() >= config.train.caption_dropout, controls=draw.random() >= config.train.control_dropout
     )
-
-
-@dataclass(frozen=True)
-class _Read:
-    """A sample as it comes out of a thread."""
-
-    content: EncodedExample | OpenedExample
-    sigma: float
-    noise: Tensor
-    weight: float

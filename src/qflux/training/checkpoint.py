@@ -1,4 +1,4 @@
-"""Checkpoints: folders that appear whole, hold no pickle, and say what they must contain.
+"""Checkpoints: folders that appear complete or not at all, hold no pickle, and say what they must contain.
 
     checkpoints/step-00000250/
         parameters.safetensors  what trains
@@ -8,8 +8,8 @@
         manifest.json           size and hash of each file above
 
 There is no random state to save: noise, timesteps and order follow from the seed (see `losses.timesteps`, `data.plan`);
-the learning rate follows from the step. Tensors are whole, however they were shared out among processes: a run may go
-on with another number of them. Only the first process reads and writes.
+the learning rate follows from the step. Tensors are full, however they were sharded among processes: a run may go on
+with another number of them. Only the first process reads and writes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,12 @@ from torch import Tensor
 
 from qflux.data.plan import TrainingPlan
 from qflux.errors import CheckpointError
-from qflux.files.atomic import sync_folder, write_json, write_tensors
+from qflux.files.atomic import new_folder, restore_folder, write_json, write_tensors
 from qflux.files.hashing import file_hash
-from qflux.training.distributed import World, copy_, whole
+from qflux.training.distributed import World, copy_, full_tensor
 from qflux.training.optimizer.state import flatten_optimizer, plain, restore_optimizer
 from qflux.training.optimizer.step import Update
+from qflux.training.resume_guard import Past
 
 logger = logging.getLogger(__name__)
 
@@ -53,51 +53,66 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """A state on the host, whole; on other ranks than the first the tensors are missing."""
+    """A state on the host, in full tensors; on other ranks than the first they are missing."""
 
     files: dict[str, dict[str, Tensor]]
     state: dict[str, Any]
 
 
-class Checkpoints:
-    """The checkpoints of one run, under `folder`.
+def read_past(folder: Path, world: World) -> Past | None:
+    """Settings, epochs and length of the run so far, from the newest complete checkpoint."""
+    found = world.share(_newest_state(folder) if world.is_first else None)
+    return Past(found["settings"], found["epoch_starts"], found["step"]) if found else None
 
-    `settings` is what a continued run must share with the one it continues. `keep` of the newest stay, and the best.
-    """
+
+def _newest_state(folder: Path) -> dict[str, Any] | None:
+    for checkpoint in reversed(_all(folder)):
+        try:
+            if _fault(checkpoint) is None:
+                saved = json.loads((checkpoint / "state.json").read_text())
+                return {
+                    "settings": dict(saved["settings"]),
+                    "epoch_starts": [int(start) for start in saved["epoch_starts"]],
+                    "step": int(saved["step"]),
+                }
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+    return None
+
+
+def _all(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-" + "[0-9]" * 8))
+
+
+class Checkpoints:
+    """The checkpoints of one run, under `folder`."""
 
     def __init__(
-        self, folder: Path, keep: int, settings: Mapping[str, Any] | None = None, world: World | None = None
+        self,
+        folder: Path,
+        keep: int,
+        settings: Mapping[str, Any] | None = None,
+        world: World | None = None,
+        may_differ: Collection[str] = (),
+        measure: str = "",
     ) -> None:
+        """
+        Args:
+            keep: so many of the newest stay, and the best.
+            settings: what a continued run must share with the one it continues.
+            may_differ: of these, what is no reason to refuse: it is compared, and spoken of, elsewhere.
+            measure: how held-out losses are measured; those of another measure can't be compared.
+        """
         self.folder = folder
         self.settings = settings or {}
-        self.may_differ: frozenset[str] = frozenset()
-        """Of these, what is no reason to refuse: it is compared, and spoken of, elsewhere."""
-        self.measure = ""
-        """How held-out losses are measured; those of another measure are no competition."""
+        self._may_differ = frozenset(may_differ)
+        self._measure = measure
         self._keep = keep
         self._world = world or World()
 
-    def before(self) -> dict[str, Any] | None:
-        """Settings and epochs of the run so far, from the newest complete checkpoint."""
-        return self._world.share(self._newest_state() if self._world.is_first else None)
-
-    def _newest_state(self) -> dict[str, Any] | None:
-        for folder in reversed(self._all()):
-            try:
-                if _fault(folder) is None:
-                    saved = json.loads((folder / "state.json").read_text())
-                    return {
-                        "settings": dict(saved["settings"]),
-                        "epoch_starts": list(saved["epoch_starts"]),
-                        "step": int(saved["step"]),
-                    }
-            except (OSError, ValueError, TypeError, KeyError):
-                continue
-        return None
-
     def newest_step(self) -> int:
         """About where a resumed run will go on, from names alone."""
-        newest = self._all()[-1:]
+        newest = _all(self.folder)[-1:]
         return self._world.share(int(newest[0].name.removeprefix("step-")) if newest else 0)
 
     def save(self, step: int, state: TrainingState, held_out: float | None = None) -> Path:
@@ -105,7 +120,7 @@ class Checkpoints:
 
         One that is there already stays, unless this one knows its held-out loss and that one does not.
         """
-        final = self.folder / f"step-{step:08d}"
+        final = self._place(step)
         knows_more = held_out is not None and self.held_out(step) is None
         if self._world.share(final.is_dir() and _fault(final) is None and not knows_more):
             return final
@@ -130,7 +145,7 @@ class Checkpoints:
                 "optimizer": scalars,
                 "loss_scale": None if scale is None else {key: float(t) for key, t in scale.tensors().items()},
                 "held_out": held_out,
-                "held_out_measure": self.measure,
+                "held_out_measure": self._measure,
                 "epoch_starts": state.plan.starts,
                 "settings": plain(dict(self.settings)),
             },
@@ -140,31 +155,22 @@ class Checkpoints:
         """Put together one by one; only the first rank keeps them."""
         kept = {}
         for name, tensor in tensors.items():
-            together = whole(tensor)
+            together = full_tensor(tensor)
             if self._world.is_first:
                 kept[name] = together.cpu()
         return kept
 
     def _write(self, final: Path, snapshot: _Snapshot) -> None:
-        staging = self.folder / f".{final.name}.{os.getpid()}.tmp"
-        shutil.rmtree(staging, ignore_errors=True)
-        try:
-            staging.mkdir(parents=True)
+        with new_folder(final) as staging:
             for name, tensors in snapshot.files.items():
                 write_tensors(staging / name, tensors)
             write_json(staging / "state.json", snapshot.state)
             files = {file.name: [file.stat().st_size, file_hash(file)] for file in sorted(staging.iterdir())}
             write_json(staging / "manifest.json", files)
-            aside = self.folder / f".{final.name}.old"
-            shutil.rmtree(aside, ignore_errors=True)
-            if final.exists():
-                final.rename(aside)
-            staging.rename(final)
-            shutil.rmtree(aside, ignore_errors=True)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-        sync_folder(self.folder)
         self._rotate(final)
+
+    def _place(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
 
     def require_usable(self, total: int) -> None:
         """An error now, before anything is loaded, if the newest checkpoint can't be continued."""
@@ -186,11 +192,9 @@ class Checkpoints:
 
     def _newest_complete(self) -> Path | None:
         for aside in self.folder.glob(".step-*.old"):  # killed while it was being replaced
-            final = self.folder / aside.name.removeprefix(".").removesuffix(".old")
-            if not final.exists():
-                aside.rename(final)
+            restore_folder(self.folder / aside.name.removeprefix(".").removesuffix(".old"))
         faults = []
-        for folder in reversed(self._all()):
+        for folder in reversed(_all(self.folder)):
             fault = _fault(folder)
             if fault is None:
                 return folder
@@ -205,7 +209,7 @@ class Checkpoints:
 
     def best(self) -> tuple[Path, float] | None:
         """The complete checkpoint of the lowest held-out loss, the earliest of equals."""
-        losses = [(loss, folder) for folder in self._all() if (loss := self._loss_of(folder)) is not None]
+        losses = [(loss, folder) for folder in _all(self.folder) if (loss := self._loss_of(folder)) is not None]
         for loss, folder in sorted(losses):
             if _fault(folder) is None:
                 return folder, loss
@@ -213,19 +217,16 @@ class Checkpoints:
 
     def held_out(self, step: int) -> float | None:
         """The held-out loss of a checkpoint, if it is known."""
-        return self._loss_of(self.folder / f"step-{step:08d}")
+        return self._loss_of(self._place(step))
 
     def _loss_of(self, folder: Path) -> float | None:
         try:
             saved = json.loads((folder / "state.json").read_text())
             loss = saved["held_out"]
-            comparable = saved.get("held_out_measure", "") == self.measure
+            comparable = saved.get("held_out_measure", "") == self._measure
             return float(loss) if loss is not None and comparable and math.isfinite(float(loss)) else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
-
-    def _all(self) -> list[Path]:
-        return sorted(self.folder.glob("step-" + "[0-9]" * 8))
 
     def _load(self, folder: Path | None, state: TrainingState) -> int:
         saved = self._world.share(None if folder is None else json.loads((folder / "state.json").read_text()))
@@ -256,7 +257,7 @@ class Checkpoints:
         return int(saved["step"])
 
     def _tensors(self, folder: Path | None, name: str) -> Iterator[tuple[str, Tensor]]:
-        """One after another, read by the first rank, on all ranks: never a whole file in memory."""
+        """One after another, read by the first rank, on all ranks: never all of a file in memory."""
         if folder is None:
             yield from self._world.scatter(None)
             return
@@ -265,7 +266,7 @@ class Checkpoints:
 
     def _require_same_settings(self, folder: Path | None, before: dict[str, Any]) -> None:
         settings = json.loads(json.dumps(self.settings))
-        known = (settings.keys() | before.keys()) - self.may_differ
+        known = (settings.keys() | before.keys()) - self._may_differ
         changed = sorted(key for key in known if settings.get(key) != before.get(key))
         if changed:
             details = "; ".join(f"{key} was {before.get(key)!r}, is {settings.get(key)!r}" for key in changed)
@@ -280,7 +281,7 @@ class Checkpoints:
         Damaged later ones must not push out what was just saved.
         """
         best = self.best()
-        older = [folder for folder in self._all() if folder.name < newest.name]
+        older = [folder for folder in _all(self.folder) if folder.name < newest.name]
         for old in older[: max(0, len(older) - self._keep + 1)]:
             if best is None or old != best[0]:
                 shutil.rmtree(old, ignore_errors=True)

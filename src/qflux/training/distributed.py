@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from qflux.errors import QfluxError
+from qflux.launch import launched
 
 BUCKET = 64 * 2**20
 """Bytes of gradients that are summed at once."""
@@ -40,7 +40,7 @@ class World:
     @classmethod
     def join(cls) -> World:
         """The world that the launcher has made; a program that has joined already stays in."""
-        if os.environ.get("WORLD_SIZE", "1").strip() in ("", "1") and not dist.is_initialized():
+        if launched().world_size == 1 and not dist.is_initialized():
             return cls()
         if not dist.is_initialized():
             backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "cpu:gloo"
@@ -111,7 +111,7 @@ class World:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
-    def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """DDP: sum the gradients of all ranks. Those of shards have been summed while they were scattered."""
         if self.size == 1:
             return
@@ -123,14 +123,14 @@ class World:
             torch._foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The length of all gradients as one vector, on all ranks."""
+        """The norm of all gradients as one vector, on all ranks."""
         squares = torch.stack(torch._foreach_norm([local(gradient) for gradient in gradients])).square().sum()
         if gradients and isinstance(gradients[0], DTensor):
             self.sum_(squares)
         return squares.sqrt()
 
     def scatter(self, tensors: Mapping[str, Callable[[str], Tensor]] | None) -> Iterator[tuple[str, Tensor]]:
-        """The first rank's tensors, whole and on the host, on all ranks, one after another.
+        """The first rank's full tensors, on the host, on all ranks, one after another.
 
         The first rank says how to get each; the others pass nothing.
         """
@@ -147,26 +147,26 @@ class World:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that is on this rank; it shares its memory."""
+    """The shard of a tensor that is on this rank; it shares its memory."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor put together from all ranks; all of them must ask."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """A tensor gathered from the shards of all ranks; all of them must ask."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def like(tensor: Tensor, model: Tensor) -> Tensor:
-    """A whole tensor, on all ranks, in the place and the shares of `model`."""
+    """A full tensor, which all ranks have, on the device and in the shards of `model`."""
     if isinstance(model, DTensor):
         return distribute_tensor(tensor.to(model.device), model.device_mesh, model.placements, src_data_rank=None)
     return tensor.to(model.device)
 
 
 def copy_(target: Tensor, source: Tensor) -> None:
-    """Overwrite `target`, which may be shared out, by the whole tensor `source`."""
+    """Overwrite `target`, which may be sharded, by the full tensor `source`."""
     local(target).copy_(local(like(source, target)))
 
 

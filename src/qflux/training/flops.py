@@ -7,9 +7,10 @@ once for their own gradients. Recomputation and padding are not counted, so they
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
+
+from qflux.models.family import Arithmetic
 
 PEAKS = {  # dense bf16 with float32 sums, FLOP/s, by a part of the device's name
     "B200": 2250e12,
@@ -42,20 +43,16 @@ def peak_of(device: torch.device) -> float | None:
 
 
 class StepFlops:
-    """The arithmetic of a step, from the shape of a transformer."""
+    """The arithmetic of a step, from that of one forward pass."""
 
-    def __init__(self, transformer: Any, blocks: int, trains_all: bool) -> None:
-        self._width = transformer.config.num_attention_heads * transformer.config.attention_head_dim
-        self._blocks = blocks
+    def __init__(self, arithmetic: Arithmetic, trains_all: bool) -> None:
+        self._arithmetic = arithmetic
         self._passes = 3 if trains_all else 2
         """Of linear layers: forward, the inputs' gradients, and the weights' where they train."""
 
     def __call__(self, lengths: Iterable[int]) -> float:
-        """FLOP of a step on samples of these lengths, text and images together.
-
-        A block's linear layers have 12 width² weights that a token meets, in all families.
-        """
+        """FLOP of a step on samples of these lengths, text and images together."""
         counts = list(lengths)
-        linear = 24 * self._width**2 * sum(counts)
-        attention = 4 * self._width * sum(count * count for count in counts)
-        return self._blocks * (self._passes * linear + 3 * attention)
+        linear = self._arithmetic.per_token * sum(counts)
+        attention = self._arithmetic.per_pair * sum(count * count for count in counts)
+        return self._passes * linear + 3 * attention

@@ -1,55 +1,45 @@
-"""One run of training, read from top to bottom: prepare, check, loop, validate, save.
+"""One run of training, read from top to bottom: rehearse, resume, step, validate, save.
 
-The loop never waits for the device: losses and norms are read when they arrive (`readback`), a step that is no number
-is left out on the device (`update`), batches are on their way before they are due (`feed`). It waits where it must,
-before a checkpoint.
+The loop never waits for the device: metrics are read when they arrive (`step_metrics`), a step that is not finite is
+skipped on the device (`optimizer.step`), batches are on their way before they are due (`batches`). It waits where it
+must, before a checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 
+from qflux.adapters.files import Record
+from qflux.adapters.publish import write_card
 from qflux.config import Config
-from qflux.data.plan import PlannedStep, TrainingPlan
+from qflux.data.dataset import Dataset
+from qflux.data.sample import names
 from qflux.errors import CheckpointError, Interrupted, QfluxError
 from qflux.files.hashing import seed_of
-from qflux.files.jsonl import read_lines
-from qflux.losses.objective import Objective, StepSize
-from qflux.losses.timesteps import NoiseLevels
-from qflux.models.family import Encoder
-from qflux.runs.journal import Journal
-from qflux.runs.ledger import Coverage, coverage
+from qflux.losses.objective import Objective
+from qflux.report.page import write_report
+from qflux.runs.folder import RunFolder
+from qflux.runs.journal import HeldOut, Journal
+from qflux.runs.ledger import Coverage
 from qflux.runs.metrics import Listener, StepReport
-from qflux.training.batches import Assignment, Feed, Provider, assignments
+from qflux.runs.paths import RunPaths
+from qflux.training.batches import Batches, Step
 from qflux.training.checkpoint import Checkpoints, TrainingState
 from qflux.training.distributed import World
-from qflux.training.encode import PlannedSet
-from qflux.training.flops import StepFlops, peak_of
+from qflux.training.edits import DrawnEdits
 from qflux.training.model import TrainedModel
-from qflux.training.optimizer.build import build_optimizer, build_schedule
-from qflux.training.optimizer.step import Ema, LossScale, Update
-from qflux.training.preflight.rehearsal import naming_memory, rehearse, require_disk, try_edit
+from qflux.training.preflight.rehearsal import Rehearsal, naming_memory
 from qflux.training.signals import StopRequest
-from qflux.training.step_metrics import (
-    Readback,
-    Reporter,
-    StepClock,
-    StepFigures,
-    StepNote,
-    broken_samples,
-    is_broken,
-    packed,
-)
-from qflux.training.validation import DrawnEdits, HeldOutLoss, PreparedEdit, Validation
+from qflux.training.step_metrics import Metrics, Reporter, StepMetrics
+from qflux.training.validation import HeldOutLoss
 
 logger = logging.getLogger(__name__)
 
@@ -76,132 +66,152 @@ class FitResult:
 
 
 @dataclass(frozen=True)
-class _Broken:
-    """A step whose loss or gradient is no number."""
+class RunParts:
+    """Everything a run has at hand; `fit` puts it together."""
 
-    number: int
-    step: PlannedStep
-    values: list[float]
+    config: Config
+    world: World
+    dataset: Dataset
+    batches: Batches
+    total: int
+    """Optimizer steps of the run."""
+    model: TrainedModel
+    objective: Objective
+    state: TrainingState
+    checkpoints: Checkpoints
+    metrics: Metrics
+    reporter: Reporter
+    held_out: HeldOutLoss | None
+    edits: DrawnEdits | None
+    stop: StopRequest
+    listener: Listener | None
 
 
-class Run:
-    """Everything a run has at hand."""
+class Loop:
+    """The steps of a run, and everything that happens between them."""
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        planned: PlannedSet,
-        provider: Provider,
-        plan: TrainingPlan,
-        total: int,
-        model: TrainedModel,
-        checkpoints: Checkpoints,
-        levels: NoiseLevels,
-        decoder: Callable[[], tuple[Encoder, Any]],
-        device: torch.device,
-        stop: StopRequest,
-        listener: Listener | None,
-        own: Sequence[PreparedEdit] = (),
-    ) -> None:
-        self._config = config
-        self._world = world
-        self._planned = planned
-        self._samples = planned.training
-        self._plan = plan
-        self._total = total
-        self._model = model
-        self._checkpoints = checkpoints
-        self._device = device
-        self._stop = stop
-        self._listener = listener
-        self._objective = Objective(config.loss)
-        channels, dtype = model.family.image_channels, getattr(torch, config.model.dtype)
-        self._feed = Feed(config, self._samples, provider, levels, channels, device, dtype)
-        self._update = self._build_update()
-        self._state = TrainingState(self._update, plan)
-        self._largest, self._largest_visits = plan.largest(min(checkpoints.newest_step(), total - 1), total)
-        self._held_out = HeldOutLoss(config, planned.held_out, provider, levels, world, device)
-        self._edits: DrawnEdits | None = None
-        if own or (planned.held_out and config.validation.images):
-            self._edits = DrawnEdits(config, planned.held_out, provider, *decoder(), device, own)
-        self._readback: Readback[StepNote] = Readback()
-        self._reporter = Reporter(
-            StepFlops(model.transformer, len(model.family.blocks(model.transformer)), model.is_full),
-            (peak_of(device) or 0.0) * world.size or None,
-            padded=config.train.execution == "padded",
-        )
-        checkpoints.measure = self._held_out.measure
+    def __init__(self, parts: RunParts) -> None:
+        self._parts = parts
+        self._config = parts.config
+        self._world = parts.world
+        self._paths = RunPaths(parts.config.run_dir)
+        self._update = parts.state.update
+        self._metrics = parts.metrics
         self._journal: Journal | None = None
-        self._reports: list[StepReport] = []
+        self._padding: list[StepReport] = []
+        """The reports of the current epoch."""
+        self._any_taken = False
         self._best: float | None = None
-        self._whole_steps: int | None = None
-        """Steps after which parameters and optimizer belong together; nothing while a step is being taken."""
-        self._is_broken = False
+        self._consistent_after: int | None = None
+        """Steps after which parameters and optimizer belong together; none while a step is being taken."""
+        self._broken: StepMetrics | None = None
+        """A step that must not be survived."""
 
-    def __call__(self) -> FitResult:
-        """Do every step of the plan that is not done yet."""
-        config = self._config
-        if config.train.preflight:
-            self._preflight()
-        if self._world.any(self._stop.requested):
+    def run(self) -> FitResult:
+        """Do every step that is not done yet."""
+        parts = self._parts
+        if self._config.train.preflight:
+            self._rehearse()
+        if self._world.any(parts.stop.requested):
             raise Interrupted("stopped before the first step")
-        done = self._checkpoints.resume(self._state)
-        best = self._world.first(self._checkpoints.best)
+        done = parts.checkpoints.resume(parts.state)
+        best = self._world.first(parts.checkpoints.best)
         self._best = self._world.share(best[1] if best else None)
-        self._journal = self._world.first(lambda: Journal(config, self._planned, done, self._listener))
+        self._journal = self._world.first(lambda: Journal(self._config, parts.dataset, done, parts.listener))
         try:
             found = self._first_look(done)
             with self._saving_what_is_done():
-                found = self._loop(done) or found
+                found = self._steps(done) or found
             return self._finish(done, found)
         finally:
-            if self._journal:
-                self._journal.close()
+            self._close()
 
-    def _first_look(self, done: int) -> Validation | None:
-        """What the run starts from; or what a run that was told to stop at a checkpoint had no time for."""
-        if done == 0:
-            return self._validate(0)
-        due = done % self._config.train.checkpoint_every == 0 and bool(self._held_out)
-        if due and self._world.share(self._checkpoints.held_out(done)) is None:
-            return self._checkpoint(done, validate=True)
-        return None
-
-    def _loop(self, done: int) -> Validation | None:
-        """The steps. What the last validation found is returned."""
-        config, update, world = self._config, self._update, self._world
-        found, clock = None, StepClock()
-        with closing(self._feed(self._assigned(done))) as batches:
-            for number, step in self._plan.steps(done, self._total):
-                torch.manual_seed(seed_of("step", config.seed, number, world.rank))  # dropout draws from it
-                figures = StepFigures(step, world, self._device)
-                for assigned in assignments(step, world.rank, self._samples):
-                    with clock.waits():
-                        batch = next(batches)
-                    with naming_memory([self._samples[visit.sample] for visit in assigned.visits], batch, config):
-                        loss, terms = self._objective(self._model.velocity(batch), batch)
+    def _steps(self, done: int) -> HeldOut | None:
+        """Do the steps; what the last validation found is returned."""
+        parts, update, metrics, found = self._parts, self._update, self._metrics, None
+        with closing(parts.batches.steps(done, parts.total)) as steps:
+            for step in steps:
+                # Adapter dropout draws from torch's generator: the same whatever came before this step.
+                torch.manual_seed(seed_of("step", self._config.seed, step.number, self._world.rank))
+                metrics.begin()
+                for batch in metrics.clock.waits(step):
+                    with naming_memory(batch, self._config):
+                        loss, terms = parts.objective(parts.model.velocity(batch), batch)
                         update.backward(loss)
-                    if not assigned.is_stand_in:
-                        figures.add(terms, batch)
-                gathered = figures.gathered()
-                self._whole_steps = None
-                taken = update.apply(number, (gathered[0] * gathered[2]).sum())
-                self._whole_steps = number + 1
-                self._readback.push(self._note(number, step, figures, clock), packed(taken, gathered))
+                    metrics.add(batch, terms)
+                values = metrics.gather(step)
 
-                broken = self._report()
-                last = number + 1 == self._total
-                stopping = world.any(self._stop.requested or broken is not None)
-                if stopping or last or (number + 1) % config.train.checkpoint_every == 0:
-                    broken = self._report(wait=True)
-                    if broken is not None:
-                        self._stop_at(broken)
-                    found = self._checkpoint(number + 1, validate=not stopping or last)
-                    clock.lap()
-                if stopping and not last:
-                    raise Interrupted(f"stopped and saved after step {number + 1} of {self._total}")
+                # Decided on the device; a kill in here finds parameters and optimizer apart, so nothing is saved.
+                self._consistent_after = None
+                outcome = update.apply(step.number, values.loss)
+                self._consistent_after = step.number + 1
+
+                metrics.send(step, parts.total, update.learning_rate, values.packed(outcome))
+                broken = self._handle_arrived()
+                stopping = self._world.any(parts.stop.requested or broken is not None)
+                if stopping or self._is_due(step):
+                    found = self._settle(step, stopping)
         return found
+
+    def _is_due(self, step: Step) -> bool:
+        """Whether a checkpoint follows a step."""
+        done = step.number + 1
+        return done == self._parts.total or done % self._config.train.checkpoint_every == 0
+
+    def _settle(self, step: Step, stopping: bool) -> HeldOut | None:
+        """Wait for everything that is under way, save, and end the run if that was asked for."""
+        done, total = step.number + 1, self._parts.total
+        broken = self._handle_arrived(wait=True)
+        if broken is not None:
+            self._stop_at(broken)
+        found = self._checkpoint(done, validate=not stopping or done == total)
+        self._metrics.clock.lap()  # validation is not part of the next step
+        if stopping and done < total:
+            raise Interrupted(f"stopped and saved after step {done} of {total}")
+        return found
+
+    def _handle_arrived(self, wait: bool = False) -> StepMetrics | None:
+        """Report the steps whose metrics have arrived, up to one that must not be survived, if there is one."""
+        for arrived in self._metrics.arrived(wait):
+            step = arrived.step
+            if self._broken is not None:
+                break  # what came behind it is not reported
+            if arrived.values.broken:
+                if self._config.train.on_nan == "stop":
+                    self._metrics.forget()
+                    self._broken = arrived
+                    break
+                text = "step %d is skipped, its loss or gradient is NaN or infinite: %s"
+                logger.warning(text, step.number + 1, names(arrived.broken_samples))
+            report = self._parts.reporter.report(arrived)
+            self._any_taken = self._any_taken or not report.skipped
+            if self._journal:
+                self._journal.step(report, step.samples)
+            self._warn_of_padding(report)
+        return self._broken
+
+    def _warn_of_padding(self, report: StepReport) -> None:
+        """Say after an epoch that too much padding was computed in it."""
+        self._padding = [other for other in self._padding if other.epoch == report.epoch] + [report]
+        ends = self._parts.state.plan.first_step(report.epoch + 1), report.total_steps
+        padding = fmean(other.padding_ratio for other in self._padding)
+        if report.step in ends and padding > MOST_PADDING:
+            logger.warning(
+                "%.0f %% of what was computed in epoch %d is padding; train.execution: packed computes none",
+                100 * padding,
+                report.epoch + 1,
+            )
+
+    def _stop_at(self, broken: StepMetrics) -> None:
+        """Parameters are as they were before the broken step: save them, and say what broke it."""
+        step = broken.step.number
+        folder = self._parts.checkpoints.save(step, self._parts.state)
+        raise QfluxError(
+            f"step {step + 1}: the loss or the gradient is NaN or infinite (gradient norm {broken.values.grad_norm}); "
+            f"of {names(broken.broken_samples)}. Saved before that step: {folder}",
+            "look at these samples, or set train.on_nan: skip; with another run_name, lower the learning rate or try "
+            "model.dtype: float32.",
+        )
 
     @contextmanager
     def _saving_what_is_done(self) -> Iterator[None]:
@@ -212,157 +222,93 @@ class Run:
             raise
         except Exception:
             # With several processes the others may be anywhere; what they have saved last is what there is.
-            if self._world.size == 1 and self._whole_steps and not self._is_broken:
+            if self._world.size == 1 and self._consistent_after and self._broken is None:
                 with suppress(Exception):
-                    if self._report(wait=True) is None:
-                        self._checkpoints.save(self._whole_steps, self._state)
-                        logger.warning("saved after step %d, before the error", self._whole_steps)
+                    if self._handle_arrived(wait=True) is None:
+                        self._parts.checkpoints.save(self._consistent_after, self._parts.state)
+                        logger.warning("saved after step %d, before the error", self._consistent_after)
             raise
 
-    def _assigned(self, done: int) -> Iterator[Assignment]:
-        for _, step in self._plan.steps(done, self._total):
-            yield from assignments(step, self._world.rank, self._samples)
-
-    def _note(self, number: int, step: PlannedStep, figures: StepFigures, clock: StepClock) -> StepNote:
-        memory = torch.cuda.max_memory_allocated(self._device) / 2**30 if self._device.type == "cuda" else None
-        rate = float(self._update.optimizer.param_groups[0]["lr"])
-        return StepNote(number, self._total, step, rate, figures.lengths(), *clock.lap(), memory)
-
-    def _report(self, wait: bool = False) -> _Broken | None:
-        """Report the steps whose figures have arrived, up to one that must not be survived, if there is one."""
-        for note, values in self._readback.arrived(wait):
-            if is_broken(values):
-                if self._config.train.on_nan == "stop":
-                    self._readback.clear()
-                    self._readback.push(note, torch.tensor(values, dtype=torch.float64))
-                    return _Broken(note.number, note.step, values)
-                names = ", ".join(self._names(broken_samples(note.step, values)))
-                logger.warning("step %d is left out, its loss or gradient is no number: %s", note.number + 1, names)
-            report = self._reporter.report(note, values)
-            self._reports.append(report)
-            if self._journal:
-                self._journal.step(report, note.step)
-            self._warn_of_padding(report)
+    def _first_look(self, done: int) -> HeldOut | None:
+        """What the run starts from; or what a run that was told to stop at a checkpoint had no time for."""
+        if done == 0:
+            return self._validate(0)
+        due = done % self._config.train.checkpoint_every == 0 and self._parts.held_out is not None
+        if due and self._world.share(self._parts.checkpoints.held_out(done)) is None:
+            return self._checkpoint(done, validate=True)
         return None
 
-    def _warn_of_padding(self, report: StepReport) -> None:
-        """A word for every epoch in which too much padding was computed, when its last step is reported."""
-        if report.step not in (self._plan.first_step(report.epoch + 1), report.total_steps):
-            return
-        padding = fmean(other.padding_ratio for other in self._reports if other.epoch == report.epoch)
-        if padding > MOST_PADDING:
-            logger.warning(
-                "%.0f %% of what was computed in epoch %d is padding; train.execution: packed computes none",
-                100 * padding,
-                report.epoch + 1,
-            )
-
-    def _stop_at(self, broken: _Broken) -> None:
-        """Parameters are as they were before the broken step: save them, and say what broke it."""
-        self._is_broken = True
-        folder = self._checkpoints.save(broken.number, self._state)
-        names = ", ".join(self._names(broken_samples(broken.step, broken.values)))
-        raise QfluxError(
-            f"step {broken.number + 1}: the loss or the gradient is no number (gradient norm {broken.values[0]}); "
-            f"of {names}. Saved before that step: {folder}",
-            "look at these samples, or set train.on_nan: skip; with another run_name, lower the learning rate or try "
-            "model.dtype: float32.",
-        )
-
-    def _names(self, samples: list[int]) -> list[str]:
-        return [self._samples[sample].example.name for sample in samples]
-
-    def _checkpoint(self, done: int, validate: bool) -> Validation | None:
+    def _checkpoint(self, done: int, validate: bool) -> HeldOut | None:
         """Validate, and save. The best adapter is written first: a checkpoint says that all before it is done."""
         found = self._validate(done) if validate else None
         if found is not None and math.isfinite(found.loss) and (self._best is None or found.loss < self._best):
             self._best = found.loss
-            if not self._model.is_full:
-                self._write(self._config.run_dir / "best")
-        self._checkpoints.save(done, self._state, found.loss if found else None)
+            if not self._parts.model.is_full:
+                self._write(self._paths.best)
+        self._parts.checkpoints.save(done, self._parts.state, found.loss if found else None)
         return found
 
-    def _validate(self, done: int) -> Validation | None:
+    def _validate(self, done: int) -> HeldOut | None:
         """Held-out loss and edits, with the average's weights if there is one."""
-        if not self._held_out and not self._edits:
+        held_out, edits, model = self._parts.held_out, self._parts.edits, self._parts.model
+        if held_out is None and edits is None:
             return None
         with self._averaged():
-            found = self._held_out(self._model) if self._held_out else None
-            edits = self._edits(self._model) if self._edits else []
+            found = held_out(model) if held_out else None
+            drawn = edits(model) if edits else []
         if self._journal:
-            self._journal.validation(done, found, edits)
+            self._journal.validation(done, found, drawn)
         return found
 
-    @contextmanager
-    def _averaged(self) -> Iterator[None]:
+    def _averaged(self) -> AbstractContextManager[None]:
         """The running average in place of the parameters, if there is one."""
-        ema = self._update.ema
-        if ema is not None:
-            ema.swap()
-        try:
-            yield
-        finally:
-            if ema is not None:
-                ema.swap()
+        return self._update.ema.in_place() if self._update.ema is not None else nullcontext()
 
     def _write(self, folder: Path) -> Path:
         with self._averaged():
-            return self._model.write(folder)
+            return self._parts.model.write(folder)
 
-    def _finish(self, done: int, found: Validation | None) -> FitResult:
-        folder = self._config.run_dir
-        if self._reports and all(report.skipped for report in self._reports):
+    def _finish(self, done: int, found: HeldOut | None) -> FitResult:
+        parts = self._parts
+        if done < parts.total and not self._any_taken:
             raise QfluxError(
-                f"none of the {len(self._reports)} steps was taken: every loss or gradient was no number",
+                f"none of the {parts.total - done} steps was taken: every loss or gradient was NaN or infinite",
                 "lower the learning rate or lora.alpha, or try model.dtype: bfloat16.",
             )
-        result = self._write(folder / ("transformer" if self._model.is_full else "adapter"))
-        if not self._model.is_full and self._journal:
-            self._journal.card(result)
-        # Of the whole run, which may have begun in another process.
-        lines = read_lines(folder / "metrics.jsonl")
-        losses = [float(line["loss"]) for line in lines if isinstance(line.get("loss"), int | float)]
+        result = self._write(self._paths.transformer if parts.model.is_full else self._paths.adapter)
+        if not parts.model.is_full and self._journal:
+            record, picture = Record.of(self._config), self._journal.newest_picture
+            write_card(result.parent, record, parts.model.family, result.name, picture)
+        # Of all steps: the run may have begun in another process.
+        written = RunFolder(self._paths.root)
         return FitResult(
             result,
-            self._total,
+            parts.total,
             done,
-            first_loss=losses[0] if losses else None,
-            last_loss=losses[-1] if losses else None,
-            skipped_steps=self._reporter.skipped,
+            first_loss=written.losses[0] if written.losses else None,
+            last_loss=written.losses[-1] if written.losses else None,
+            skipped_steps=parts.reporter.skipped,
             held_out_loss=found.loss if found else None,
-            best=self._checkpoints.best(),
-            coverage=coverage(folder / "ledger.jsonl"),
+            best=parts.checkpoints.best(),
+            coverage=written.coverage,
         )
 
-    def _preflight(self) -> None:
+    def _rehearse(self) -> None:
         """Whatever could fail later is tried now."""
-        self._world.first(lambda: require_disk(self._config, self._state))
-        size = StepSize(self._largest, len(self._largest_visits))
-        with closing(self._feed([Assignment(self._largest_visits, size, drops_nothing=True)])) as batches:
-            members = [self._samples[visit.sample] for visit in self._largest_visits]
-            rehearse(
-                next(batches),
-                members,
-                self._model,
-                self._objective,
-                self._state,
-                self._checkpoints,
-                self._world,
-                self._config,
-            )
-        if self._edits:
-            try_edit(self._edits, self._model)
+        parts = self._parts
+        rehearsal = Rehearsal(self._config, parts.model, parts.state, self._world)
+        self._world.first(rehearsal.require_disk)
+        # Where a resumed run will go on, or just before; the last step if all are done.
+        start = min(parts.checkpoints.newest_step(), parts.total - 1)
+        rehearsal.step(parts.batches.largest(start, parts.total), parts.objective, parts.checkpoints)
+        if parts.edits:
+            rehearsal.edit(parts.edits)
 
-    def _build_update(self) -> Update:
-        config, parameters = self._config, self._model.parameters
-        optimizer = build_optimizer(config.optimizer, list(parameters.values()))
-        return Update(
-            parameters,
-            optimizer,
-            build_schedule(config.train, optimizer, self._total),
-            self._world,
-            max_norm=config.train.max_grad_norm,
-            stop_when_broken=config.train.on_nan == "stop",
-            ema=Ema(config.train.ema, parameters) if config.train.ema else None,
-            loss_scale=LossScale(self._device) if config.model.dtype == "float16" else None,
-        )
+    def _close(self) -> None:
+        if self._journal is None:
+            return
+        self._journal.close()
+        try:
+            write_report([self._paths.root], self._paths.report)
+        except Exception as error:  # a report must not cost a run
+            logger.warning("the report can't be written: %s", error)

@@ -13,16 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from qflux.adapters.attach import adapter_tensors, start_from, trained_layers
-from qflux.adapters.export import save_verified, write_transformer
-from qflux.adapters.files import FILE_NAME, Record, names_of, read_adapter, write_product
-from qflux.adapters.lora import ADAPTER, inject, trainable
+from qflux.adapters.attach import start_from
+from qflux.adapters.export import save_verified
+from qflux.adapters.file_names import FILE_NAME
+from qflux.adapters.files import Record, names_of, read_adapter, write_product
+from qflux.adapters.lora import ADAPTER, adapter_tensors, inject, trainable, trained_layers
+from qflux.adapters.merge import write_transformer
 from qflux.config import Config
-from qflux.data.batch import EditBatch
+from qflux.data.batch import Batch
 from qflux.models import Family
 from qflux.models.family import ModelInputs
+from qflux.models.precision import dtype_of
 from qflux.ragged.compilation import compile_blocks
-from qflux.training.distributed import World, whole
+from qflux.training.distributed import World, full_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +49,13 @@ class TrainedModel:
         self._world = world
         self._device = device
         self.is_full = config.train.method == "full"
-        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self._dtype = dtype_of(config.model.dtype)
         if self.is_full:
             transformer.requires_grad_(True)
         else:
             file = read_adapter(start) if start else None
             layers = file.layers(family, transformer) if file and not file.is_product else {}  # of a bare transformer
-            inject(transformer, config.lora, config.seed)
+            inject(transformer, config.lora, config.lora_targets, config.seed)
             if file:
                 file.require_family(family)
                 start_from(transformer, file, layers, config.lora)
@@ -62,12 +65,12 @@ class TrainedModel:
         self.parameters = trainable(transformer)
 
     def _set_up_blocks(self) -> None:
-        """Checkpointing, then compilation, then sharding: each works on what the one before has made."""
+        """Recomputation, then compilation, then sharding: each works on what the one before has made."""
         settings, blocks = self._config.train, self.family.blocks(self.transformer)
         if settings.gradient_checkpointing:
             every = int(settings.gradient_checkpointing)
             chosen = {id(block) for block in blocks[::every]}
-            self.transformer.enable_gradient_checkpointing(partial(_checkpoint_some, chosen))
+            self.transformer.enable_gradient_checkpointing(partial(_recompute_some, chosen))
         if settings.compile:
             compile_blocks(blocks)
         if self._world.size > 1 and settings.distributed == "fsdp":
@@ -75,11 +78,11 @@ class TrainedModel:
             if self._device.type == "cuda":
                 self.transformer.to(self._device)  # buffers; parameters are there already
 
-    def velocity(self, batch: EditBatch) -> Tensor:
+    def velocity(self, batch: Batch) -> Tensor:
         """The velocity `(M, C)` of the target tokens of a batch."""
         inputs = ModelInputs(
             images=batch.noisy_images(),
-            img_shapes=batch.img_shapes,
+            shapes=batch.shapes,
             text=batch.text,
             sigma=batch.sigma,
             guidance=self._config.train.guidance,
@@ -107,7 +110,7 @@ class TrainedModel:
             self.transformer.train()
 
     def write(self, folder: Path) -> Path:
-        """Write what has trained: an adapter, or the whole transformer in diffusers' format. All ranks must call."""
+        """Write what has trained: an adapter, or all of the transformer in diffusers' format. All ranks must call."""
         if self.is_full:
             weights = self._gathered(dict(self.transformer.named_parameters()), self._dtype)
             self._world.first(lambda: write_transformer(self.transformer, weights, folder))
@@ -127,14 +130,14 @@ class TrainedModel:
     def _gathered(self, tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         kept = {}
         for name, tensor in tensors.items():
-            together = whole(tensor)
+            together = full_tensor(tensor)
             if self._world.is_first:
                 kept[name] = together.to("cpu", dtype)
         return kept
 
 
-def _checkpoint_some(chosen: set[int], block: nn.Module, *args: Any) -> Any:
-    """Run a block; if it is one of the chosen, keep its inputs only and compute the rest again when it is needed."""
+def _recompute_some(chosen: set[int], block: nn.Module, *args: Any) -> Any:
+    """Run a block; if it is one of the chosen, keep its inputs only and recompute its activations in the backward."""
     if id(block) in chosen:
         return checkpoint(block, *args, use_reentrant=False)
     return block(*args)

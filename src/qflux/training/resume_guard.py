@@ -1,29 +1,26 @@
-"""What a continued run must share with the one it continues."""
+"""What a resumed run must share with the one it continues, and what becomes of what it does not."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from qflux.config import Config
-from qflux.files.hashing import key_of
-from qflux.runs.ledger import read_ledger
-from qflux.training.encode import TrainingSample
+import torch
+from torch import nn
 
-_PATH_KEYS = (
-    "method",
-    "max_grad_norm",
-    "lr_scheduler",
-    "lr_warmup_steps",
-    "lr_num_cycles",
-    "lr_power",
-    "lr_step_rules",
-    "ema",
-    "guidance",
-    "caption_dropout",
-    "control_dropout",
-)
+from qflux.config import Config, TrainSettings
+from qflux.data.sample import Sample
+from qflux.errors import CheckpointError
+from qflux.files.hashing import key_of
+from qflux.losses.timesteps import NoiseLevels, NoiseShift
+from qflux.runs.ledger import trained_ids
+from qflux.training.optimizer.schedule import build_schedule
+
+logger = logging.getLogger(__name__)
+
 NOISE_SHIFT = "noise schedule"
 """The shift that a run draws its noise levels with; runs of before 0.1.0 have none recorded."""
 DATA = "data (samples)"
@@ -32,34 +29,36 @@ _LENGTH_MATTERS = ("linear", "cosine", "cosine_with_restarts", "polynomial")
 """Schedules that end where the run does."""
 
 
+@dataclass(frozen=True)
+class Past:
+    """The run so far, as its newest complete checkpoint tells it."""
+
+    settings: Mapping[str, Any]
+    epoch_starts: list[int]
+    step: int
+    """Steps done."""
+
+
 def path_settings(config: Config, total: int) -> dict[str, object]:
-    """What decides where training goes, besides the data."""
-    values = config.dump()
-    sections = {name: values[name] for name in ("family", "optimizer", "loss")}
+    """What decides where training goes, besides the data: the fields that say so."""
+    marked = config.marked("resume")
+    sections: dict[str, object] = {name: marked[name] for name in ("family", "optimizer", "loss")}
     if config.train.method == "lora":
-        sections["lora"] = {key: value for key, value in values["lora"].items() if key != "init_from"}
-    for key in ("pretrained", "transformer", "dtype", "quantization", "max_sequence_length"):
-        sections[f"model.{key}"] = values["model"][key]
-    sections["data.processor"] = values["data"]["processor"]
-    for key in _PATH_KEYS:
-        sections[f"train.{key}"] = values["train"][key]
+        sections["lora"] = marked["lora"]
+    sections["data.processor"] = marked["data"]["processor"]
+    for section in ("model", "train"):
+        sections |= {f"{section}.{key}": value for key, value in marked[section].items()}
     if config.train.lr_scheduler in _LENGTH_MATTERS:
         sections[STEPS] = total
     return sections
 
 
-def planned_steps(before: Mapping[str, Any] | None) -> int | None:
-    """For how many steps the schedule of the run so far was made, if its schedule depends on that."""
-    steps = before["settings"].get(STEPS) if before is not None else None
-    return int(steps) if isinstance(steps, int) else None
-
-
-def data_identity(config: Config, samples: Sequence[TrainingSample], world_size: int) -> dict[str, object]:
+def data_identity(config: Config, samples: Sequence[Sample], world_size: int) -> dict[str, object]:
     """What decides the plan: the samples, how often each trains, and how many make a step.
 
     Four micro-batches in one process and two in each of two are the same step.
     """
-    content = sorted((sample.address, sample.example.rate, sample.example.is_prior) for sample in samples)
+    content = sorted((_key(sample), sample.rate, sample.is_prior) for sample in samples)
     return {
         "seed": config.seed,
         "data.batch_size": config.data.batch_size,
@@ -70,36 +69,90 @@ def data_identity(config: Config, samples: Sequence[TrainingSample], world_size:
     }
 
 
-def known_starts(before: Mapping[str, Any] | None, identity: Mapping[str, object]) -> list[int] | None:
+def _key(sample: Sample) -> str:
+    assert sample.embeddings is not None
+    return sample.embeddings.key
+
+
+def known_starts(past: Past | None, identity: Mapping[str, object]) -> list[int] | None:
     """The first steps of the epochs that the run so far knows, if it is a run with this plan.
 
     Where only the samples are others, what was trained stays as it is, and a new epoch begins with the next step.
     """
-    if before is None or any(before["settings"].get(key) != value for key, value in identity.items() if key != DATA):
+    if past is None or any(past.settings.get(key) != value for key, value in identity.items() if key != DATA):
         return None
-    starts = [int(start) for start in before["epoch_starts"]]
-    if before["settings"].get(DATA) == identity[DATA]:
-        return starts
-    return [*(start for start in starts if start < before["step"]), int(before["step"])]
+    if past.settings.get(DATA) == identity[DATA]:
+        return list(past.epoch_starts)
+    return [*(start for start in past.epoch_starts if start < past.step), past.step]
 
 
-def data_changes(
-    before: Mapping[str, Any] | None, identity: Mapping[str, object], ledger: Path, samples: Sequence[TrainingSample]
-) -> str | None:
-    """What is new, gone and changed, if the samples are not those of the run so far; otherwise nothing."""
-    if before is None or before["settings"].get(DATA) == identity[DATA]:
-        return None
-    then = {str(line.get("name")): str(line.get("id")) for line in read_ledger(ledger) if line["kind"] == "sample"}
-    now = {sample.example.name: sample.id for sample in samples}
+def require_same_data(
+    past: Past | None, identity: Mapping[str, object], ledger: Path, samples: Sequence[Sample], accept: bool
+) -> None:
+    """An error if the samples are not those of the run so far, unless that is accepted; it says what has changed."""
+    if past is None or past.settings.get(DATA) == identity[DATA]:
+        return
+    then, now = trained_ids(ledger), {sample.name: sample.id for sample in samples}
     found = {
         "new": sorted(now.keys() - then.keys()),
         "gone": sorted(then.keys() - now.keys()),
         "changed": sorted(name for name in now.keys() & then.keys() if now[name] != then[name]),
     }
     parts = [f"{len(names)} {what} ({_some(names)})" for what, names in found.items() if names]
-    return f"the samples are not those that {ledger.parent} has trained on up to step {before['step']}: " + (
+    problem = f"the samples are not those that {ledger.parent} has trained on up to step {past.step}: " + (
         "; ".join(parts) or "how often they train, or how they are encoded, has changed"
     )
+    if not accept:
+        remedy = "--accept-data-change goes on with them (a new epoch begins); another run_name begins anew."
+        raise CheckpointError(problem, remedy)
+    logger.warning("%s; a new epoch begins with them", problem)
+
+
+def warn_of_length(past: Past | None, settings: TrainSettings, total: int) -> None:
+    """Say what becomes of a learning rate whose schedule was made for another number of steps."""
+    steps = past.settings.get(STEPS) if past is not None else None
+    if past is None or not isinstance(steps, int) or steps == total:
+        return
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    was, now = (build_schedule(settings, optimizer, length).factor(past.step) for length in (steps, total))
+    logger.warning(
+        "the run was planned for %d steps and is now for %d: lr_scheduler %s stretches over all of them; "
+        "at step %d the learning rate goes from %.3g to %.3g of its full value",
+        steps,
+        total,
+        settings.lr_scheduler,
+        past.step,
+        was,
+        now,
+    )
+
+
+def noise_levels(config: Config, own: NoiseShift, past: Past | None) -> tuple[NoiseLevels, dict[str, object]]:
+    """Noise levels on the model's `own` schedule, and what a checkpoint records of it.
+
+    A run that began on another schedule, as `past` tells, stays on that one.
+    """
+    began = own
+    if past is not None:
+        # Until 0.1.0 every family trained on one schedule, `NoiseShift`'s defaults, and nothing was recorded.
+        recorded = past.settings.get(NOISE_SHIFT)
+        try:
+            began = NoiseShift(**recorded) if recorded else NoiseShift()
+        except TypeError as error:
+            raise CheckpointError(
+                f"{config.run_dir} has a noise schedule that this version does not know: {error}",
+                "update qflux, or choose another run_name.",
+            ) from None
+    if began != own:
+        logger.warning(
+            "this run began on a noise schedule with a shift of %s and goes on with it; that of %s is %s: "
+            "a run of another name takes it",
+            began,
+            config.model.pretrained,
+            own,
+        )
+    is_old = past is not None and NOISE_SHIFT not in past.settings
+    return NoiseLevels(config.loss.timesteps, began), {} if is_old else {NOISE_SHIFT: asdict(began)}
 
 
 def _some(names: Sequence[str]) -> str:

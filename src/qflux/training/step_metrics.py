@@ -1,6 +1,8 @@
-"""The figures of a step: gathered on the device while it runs, read on the host when they arrive.
+"""The metrics of a step: collected on the device while it runs, sent off, and read on the host when they arrive.
 
-Shapes: S samples of the whole step, all ranks.
+The host goes on queueing work meanwhile; on a GPU the metrics of a step arrive during the next one.
+
+Shapes: S samples of a step, all ranks.
 """
 
 from __future__ import annotations
@@ -8,179 +10,176 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from qflux.data.batch import EditBatch
-from qflux.data.plan import PlannedStep
+from qflux.data.batch import Batch
+from qflux.data.sample import Sample
 from qflux.ragged.layout import padding_ratio
 from qflux.runs.metrics import StepReport, by_level
+from qflux.training.batches import Step
 from qflux.training.distributed import World
 from qflux.training.flops import StepFlops
-from qflux.training.optimizer.step import Taken
+from qflux.training.optimizer.step import Outcome
 
-ROWS = 3
-"""Term, noise level and weight in the loss of every sample."""
-
-
-class StepFigures:
-    """What one rank's micro-batches contribute to the figures of a step."""
-
-    def __init__(self, step: PlannedStep, world: World, device: torch.device) -> None:
-        counts = [sum(map(len, rank)) for rank in step.ranks]
-        self._before, self._after = sum(counts[: world.rank]), sum(counts[world.rank + 1 :])
-        self._world = world
-        self._parts = [torch.zeros(ROWS, 0, device=device)]
-        self._lengths: list[int] = []
-
-    def add(self, terms: Tensor, batch: EditBatch) -> None:
-        """The samples of a micro-batch that counts."""
-        self._parts.append(torch.stack([terms.detach(), batch.sigma, batch.weight]))
-        self._lengths += batch.lengths
-
-    def gathered(self) -> Tensor:
-        """`(ROWS, S)` of all ranks."""
-        own = torch.cat(self._parts, dim=1)
-        return self._world.sum_(torch.nn.functional.pad(own, (self._before, self._after)))
-
-    def lengths(self) -> list[int]:
-        """Tokens of each sample of the step, of all ranks; they are known on the host."""
-        own = torch.tensor([0] * self._before + self._lengths + [0] * self._after)
-        return self._world.sum_(own).tolist()
+T = TypeVar("T")
 
 
-class StepClock:
-    """How long a step takes, and how much of that is waiting for data."""
+@dataclass(frozen=True)
+class StepValues:
+    """What the device knows of a step, on the host."""
 
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-        self.waiting = 0.0
+    grad_norm: float
+    skipped: bool
+    """The step changed nothing."""
+    broken: bool
+    """Its loss or gradient is NaN or infinite, and float16 is not the reason."""
+    terms: list[float]
+    """`(S,)` of each sample in the loss."""
+    sigmas: list[float]
+    weights: list[float]
 
-    @contextmanager
-    def waits(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.waiting += time.perf_counter() - began
+    @property
+    def loss(self) -> float:
+        return math.fsum(term * weight for term, weight in zip(self.terms, self.weights, strict=True))
 
-    def lap(self) -> tuple[float, float]:
-        """Seconds since the last lap, and those of them spent waiting."""
-        now = time.perf_counter()
-        lap, waited = now - self._last, self.waiting
-        self._last, self.waiting = now, 0.0
-        return lap, waited
+
+@dataclass(frozen=True)
+class SampleValues:
+    """What the device knows of the samples of a step: `(S,)` each."""
+
+    terms: Tensor
+    sigmas: Tensor
+    weights: Tensor
+
+    @property
+    def loss(self) -> Tensor:
+        """Of the step, over all ranks."""
+        return (self.terms * self.weights).sum()
+
+    def packed(self, outcome: Outcome) -> Tensor:
+        """Everything that has to reach the host, as one vector: one copy, one wait."""
+        head = torch.stack([outcome.grad_norm, outcome.skipped, outcome.broken])
+        return torch.cat([head, self.terms, self.sigmas, self.weights])
+
+
+def unpacked(values: Sequence[float]) -> StepValues:
+    """The inverse of `SampleValues.packed`, on the host."""
+    grad_norm, skipped, broken, *rest = values
+    count = len(rest) // 3
+    terms, sigmas, weights = rest[:count], rest[count : 2 * count], rest[2 * count :]
+    return StepValues(grad_norm, bool(skipped), bool(broken), terms, sigmas, weights)
 
 
 @dataclass(frozen=True)
 class StepNote:
-    """What the host knows of a step before its figures arrive."""
+    """What the host knows of a step before its values arrive."""
 
-    number: int
-    """Steps before it."""
+    step: Step
     total: int
-    step: PlannedStep
     learning_rate: float
-    lengths: Sequence[int]
+    lengths: list[int]
+    """Tokens of each sample, all ranks."""
     seconds: float
     waiting_seconds: float
     peak_memory_gib: float | None
 
 
-@dataclass
-class Reporter:
-    """Turns the figures of a step into its report."""
+@dataclass(frozen=True)
+class StepMetrics:
+    """A step whose values have arrived."""
 
-    flops: StepFlops
-    peak: float | None
-    """FLOP/s of all devices together."""
-    padded: bool = False
-    """Batches are padded, as the reference."""
-    skipped: int = field(default=0)
+    note: StepNote
+    values: StepValues
 
-    def report(self, note: StepNote, values: Sequence[float]) -> StepReport:
-        grad_norm, skipped, _, *rest = values
-        count = note.step.samples
-        terms, sigmas, weights = (rest[count * row : count * (row + 1)] for row in range(ROWS))
-        self.skipped += int(skipped)
-        tokens = sum(note.lengths)
-        used = self.flops(note.lengths) / note.seconds
-        return StepReport(
-            step=note.number + 1,
-            total_steps=note.total,
-            epoch=note.step.epoch,
-            loss=math.fsum(term * weight for term, weight in zip(terms, weights, strict=True)),
-            loss_by_level=by_level(terms, sigmas),
-            grad_norm=grad_norm,
-            learning_rate=note.learning_rate,
-            skipped=bool(skipped),
-            skipped_steps=self.skipped,
-            samples=count,
-            tokens=tokens,
-            padding_avoided=0.0 if self.padded else _padding(note),
-            padding_ratio=_padding(note) if self.padded else 0.0,
-            seconds=note.seconds,
-            waiting_seconds=note.waiting_seconds,
-            tokens_per_second=tokens / note.seconds,
-            samples_per_second=count / note.seconds,
-            utilisation=used / self.peak if self.peak else None,
-            peak_memory_gib=note.peak_memory_gib,
-        )
+    @property
+    def step(self) -> Step:
+        return self.note.step
+
+    @property
+    def broken_samples(self) -> list[Sample]:
+        """The samples whose loss is not finite; all of the step if only the gradient is not."""
+        pairs = zip(self.step.samples, self.values.terms, strict=True)
+        bad = [sample for sample, term in pairs if not math.isfinite(term)]
+        return bad or list(self.step.samples)
 
 
-def packed(taken: Taken, gathered: Tensor) -> Tensor:
-    """Everything that has to reach the host, as one vector."""
-    return torch.cat([torch.stack([taken.grad_norm, taken.skipped, taken.broken]), gathered.flatten()])
-
-
-def is_broken(values: Sequence[float]) -> bool:
-    return bool(values[2])
-
-
-def broken_samples(step: PlannedStep, values: Sequence[float]) -> list[int]:
-    """The samples whose loss is no number; all of the step if only the gradient is none."""
-    terms = values[3 : 3 + step.samples]
-    bad = [visit.sample for visit, term in zip(step.visits, terms, strict=True) if not math.isfinite(term)]
-    return bad or [visit.sample for visit in step.visits]
-
-
-def _padding(note: StepNote) -> float:
-    lengths = iter(note.lengths)
-    batches = [[next(lengths) for _ in batch] for rank in note.step.ranks for batch in rank if batch]
-    return padding_ratio(*batches)
-
-
-T = TypeVar("T")
-
-
-class Readback(Generic[T]):
-    """A queue of small tensors on their way to the host, each with a note of what it belongs to.
-
-    The host goes on queueing work meanwhile; on a GPU the figures of a step arrive during the next one.
-    """
+class Clock:
+    """How long a step takes, and how much of that is waiting for data."""
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[T, Tensor, torch.cuda.Event | None]] = deque()
+        self._last = time.perf_counter()
+        self._waiting = 0.0
 
-    def push(self, note: T, values: Tensor) -> None:
-        """Send `values` `(n,)` off."""
-        if not values.is_cuda:
-            self._pending.append((note, values.detach().clone(), None))
+    def waits(self, items: Iterable[T]) -> Iterator[T]:
+        """The same items; the time until each of them is there counts as waiting."""
+        iterator = iter(items)
+        while True:
+            began = time.perf_counter()
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            self._waiting += time.perf_counter() - began
+            yield item
+
+    def lap(self) -> tuple[float, float]:
+        """Seconds since the last lap, and those of them spent waiting."""
+        now = time.perf_counter()
+        lap, waited = now - self._last, self._waiting
+        self._last, self._waiting = now, 0.0
+        return lap, waited
+
+
+class Metrics:
+    """Collects the metrics of one step after the other, and gives them back when they have arrived."""
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        self.clock = Clock()
+        self._world = world
+        self._device = device
+        self._parts: list[Tensor] = []
+        self._lengths: list[int] = []
+        self._pending: deque[tuple[StepNote, Tensor, torch.cuda.Event | None]] = deque()
+
+    def begin(self) -> None:
+        self._parts = [torch.zeros(3, 0, device=self._device)]
+        self._lengths = []
+
+    def add(self, batch: Batch, terms: Tensor) -> None:
+        """The samples of a micro-batch; a stand-in does not count."""
+        if batch.counts:
+            self._parts.append(torch.stack([terms.detach(), batch.sigma, batch.weight]))
+            self._lengths += batch.lengths
+
+    def gather(self, step: Step) -> SampleValues:
+        """The samples of all ranks, in the order of the plan."""
+        before, after = self._around(step)
+        own = torch.nn.functional.pad(torch.cat(self._parts, dim=1), (before, after))
+        return SampleValues(*self._world.sum_(own))
+
+    def send(self, step: Step, total: int, learning_rate: float, packed: Tensor) -> None:
+        """Send the values of a step off to the host; nothing waits for them."""
+        before, after = self._around(step)
+        own = torch.tensor([0] * before + self._lengths + [0] * after)  # lengths are known on the host
+        is_cuda = self._device.type == "cuda"
+        memory = torch.cuda.max_memory_allocated(self._device) / 2**30 if is_cuda else None
+        lengths = self._world.sum_(own).tolist()
+        note = StepNote(step, total, learning_rate, lengths, *self.clock.lap(), memory)
+        if not packed.is_cuda:
+            self._pending.append((note, packed.detach().clone(), None))
             return
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        host.copy_(values.detach(), non_blocking=True)
+        host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        host.copy_(packed.detach(), non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
         self._pending.append((note, host, arrived))
 
-    def clear(self) -> None:
-        """Forget what is under way."""
-        self._pending.clear()
-
-    def arrived(self, wait: bool = False) -> Iterator[tuple[T, list[float]]]:
+    def arrived(self, wait: bool = False) -> Iterator[StepMetrics]:
         """What is here by now, in order; with `wait`, everything."""
         while self._pending:
             note, host, arrived = self._pending[0]
@@ -189,4 +188,60 @@ class Readback(Generic[T]):
             elif arrived is not None and not arrived.query():
                 return
             self._pending.popleft()
-            yield note, host.tolist()
+            yield StepMetrics(note, unpacked(host.tolist()))
+
+    def forget(self) -> None:
+        """Drop what is under way: steps behind one that must not be survived."""
+        self._pending.clear()
+
+    def _around(self, step: Step) -> tuple[int, int]:
+        """Samples of the step on the ranks before this one and behind it."""
+        counts = [sum(map(len, rank)) for rank in step.planned.ranks]
+        return sum(counts[: self._world.rank]), sum(counts[self._world.rank + 1 :])
+
+
+@dataclass
+class Reporter:
+    """Turns the metrics of a step into its report."""
+
+    flops: StepFlops
+    peak: float | None
+    """FLOP/s of all devices together."""
+    padded: bool = False
+    """Batches are padded, as the reference."""
+    skipped: int = 0
+    """Steps that changed nothing, so far."""
+
+    def report(self, metrics: StepMetrics) -> StepReport:
+        note, values = metrics.note, metrics.values
+        self.skipped += values.skipped
+        tokens, count = sum(note.lengths), len(values.terms)
+        padding = _padding(note)
+        return StepReport(
+            step=note.step.number + 1,
+            total_steps=note.total,
+            epoch=note.step.epoch,
+            loss=values.loss,
+            loss_by_level=by_level(values.terms, values.sigmas),
+            grad_norm=values.grad_norm,
+            learning_rate=note.learning_rate,
+            skipped=values.skipped,
+            skipped_steps=self.skipped,
+            samples=count,
+            tokens=tokens,
+            padding_avoided=0.0 if self.padded else padding,
+            padding_ratio=padding if self.padded else 0.0,
+            seconds=note.seconds,
+            waiting_seconds=note.waiting_seconds,
+            tokens_per_second=tokens / note.seconds,
+            samples_per_second=count / note.seconds,
+            utilisation=self.flops(note.lengths) / note.seconds / self.peak if self.peak else None,
+            peak_memory_gib=note.peak_memory_gib,
+        )
+
+
+def _padding(note: StepNote) -> float:
+    """The share of padding that the step's micro-batches would have, padded to their longest sample."""
+    lengths = iter(note.lengths)
+    batches = [[next(lengths) for _ in batch] for rank in note.step.planned.ranks for batch in rank if batch]
+    return padding_ratio(*batches)

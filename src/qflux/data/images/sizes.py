@@ -1,7 +1,8 @@
 """From an image's own size to its training size: which area, which height and width, which crop.
 
-A size is `(height, width)` in pixels, both multiples of 16. An image is never squeezed: it covers its size, and the
-remainder of less than one step is cropped (`resize` stretches and `padding` adds borders for those who ask for it).
+A size is `(height, width)` in pixels, both multiples of a step (16, or what a family says). An image is never
+squeezed: it covers its size, and the remainder of less than one step is cropped (`resize` stretches and `padding` adds
+borders for those who ask for it).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
@@ -17,6 +18,7 @@ from PIL import Image
 
 from qflux.config import STEP, ProcessorSettings
 from qflux.errors import DataError, cut
+from qflux.models.registry import size_presets
 
 Size = tuple[int, int]
 """`(height, width)` in pixels."""
@@ -29,15 +31,6 @@ MOST_PIXELS, MOST_SIDE = 4096 * 4096, 8192
 FILL = 0.9
 """The least share of an area's token budget that a size should use."""
 
-KONTEXT_SIZES: tuple[Size, ...] = tuple(
-    (height, width)
-    for width, height in (
-        (672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104),
-        (1024, 1024),
-        (1104, 944), (1184, 880), (1248, 832), (1328, 800), (1392, 752), (1456, 720), (1504, 688), (1568, 672),
-    )
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Transform:
@@ -46,6 +39,8 @@ class Transform:
     size: Size
     fit: str
     """crop, stretch or pad."""
+    step: int = field(default=STEP, compare=False, repr=False)
+    """What sizes are multiples of: less than that is lost to a crop without a word."""
 
     @property
     def key(self) -> str:
@@ -54,7 +49,7 @@ class Transform:
 
     def crops(self, width: int, height: int) -> bool:
         """More than the remainder of one step is cut off an image of this size."""
-        rows, columns = (side / STEP for side in self.size)
+        rows, columns = (side / self.step for side in self.size)
         return self.fit == "crop" and abs(columns - rows * width / height) >= 1 <= abs(rows - columns * height / width)
 
     def __call__(self, image: Image.Image, fill: str = "white") -> Image.Image:
@@ -94,8 +89,9 @@ _Choice = Size | str | list[int]
 class ImageProcessor:
     """Chooses the transform of every image of a sample from the images' own sizes."""
 
-    def __init__(self, settings: ProcessorSettings | None = None) -> None:
+    def __init__(self, settings: ProcessorSettings | None = None, step: int = STEP) -> None:
         self.settings = settings or ProcessorSettings()
+        self.step = step
         self.fit = {"resize": "stretch", "padding": "pad"}.get(self.settings.process_type, "crop")
 
     def target(self, width: int, height: int, name: str = "image") -> Transform:
@@ -142,10 +138,12 @@ class ImageProcessor:
 
     def _transform(self, choice: _Choice, width: int, height: int) -> Transform:
         if isinstance(choice, tuple):
-            return Transform(choice, self.fit)
-        if choice == "kontext":
-            return Transform(closest_aspect(KONTEXT_SIZES, width, height), self.fit)
-        return Transform(best_size([int(area) for area in choice], width, height), self.fit)
+            size = choice
+        elif isinstance(choice, str):
+            size = closest_aspect(size_presets()[choice], width, height)
+        else:
+            size = best_size([int(area) for area in choice], width, height, self.step)
+        return Transform(size, self.fit, self.step)
 
     def check_aspect(self, width: int, height: int, name: str) -> None:
         """An error if the image is longer than `max_aspect_ratio` allows."""
@@ -167,35 +165,36 @@ def asked_size(text: str) -> AskedSize:
     return int(match[1]), int(match[2])
 
 
-def possible_size(size: Size) -> Size:
+def possible_size(size: Size, step: int = STEP) -> Size:
     """The size, if a model can make an image of it; otherwise an error."""
-    if any(side < STEP or side % STEP for side in size):
-        raise DataError(f"the size {size[0]}x{size[1]} is not possible", f"use multiples of {STEP} pixels.")
+    if any(side < step or side % step for side in size):
+        raise DataError(f"the size {size[0]}x{size[1]} is not possible", f"use multiples of {step} pixels.")
     if size[0] * size[1] > MOST_PIXELS or max(size) > MOST_SIDE:
         raise DataError(f"the size {size[0]}x{size[1]} is beyond anything the models know", "use at most 4096x4096.")
     return size
 
 
-def best_size(areas: Sequence[int], width: int, height: int) -> Size:
+def best_size(areas: Sequence[int], width: int, height: int, step: int = STEP) -> Size:
     """The size for an image, from the candidate area nearest to its own.
 
     Nearest is the smallest `|A - w h| / (w h)`; then the smaller area; then the better aspect ratio.
     """
     own = width * height
     area = min(
-        areas, key=lambda a: (abs(a - own) / own, a, _aspect_error(size_for_area(a, width, height), width, height))
+        areas,
+        key=lambda a: (abs(a - own) / own, a, _aspect_error(size_for_area(a, width, height, step), width, height)),
     )
-    return size_for_area(area, width, height)
+    return size_for_area(area, width, height, step)
 
 
 @lru_cache(maxsize=4096)
-def size_for_area(area: int, width: int, height: int) -> Size:
+def size_for_area(area: int, width: int, height: int, step: int = STEP) -> Size:
     """The size within an area's token budget that keeps the image's aspect ratio best.
 
     Only sizes that leave less than one step to crop are considered. Of those that use at least nine tenths of the
     budget the one with the best aspect ratio wins, then the larger one; where none uses that much, the largest.
     """
-    budget = max(1, area // STEP**2)
+    budget = max(1, area // step**2)
     ratio = width / height
     grids = {
         (rows, columns)
@@ -208,7 +207,7 @@ def size_for_area(area: int, width: int, height: int) -> Size:
         rows, columns = min(full, key=lambda g: (_aspect_error(g, width, height), -g[0] * g[1], g))
     else:
         rows, columns = min(grids, key=lambda g: (-g[0] * g[1], _aspect_error(g, width, height), g))
-    return rows * STEP, columns * STEP
+    return rows * step, columns * step
 
 
 def _grids_with_short_side(short: int, ratio: float) -> list[tuple[int, int]]:
@@ -219,7 +218,7 @@ def _grids_with_short_side(short: int, ratio: float) -> list[tuple[int, int]]:
 
 
 def closest_aspect(sizes: Sequence[Size], width: int, height: int) -> Size:
-    """The size whose aspect ratio differs least, the rule of diffusers' Kontext pipeline."""
+    """The size whose aspect ratio differs least, the rule of diffusers' pipelines with a list of sizes."""
     return min(sizes, key=lambda size: (abs(width / height - size[1] / size[0]), size[1], size[0]))
 
 

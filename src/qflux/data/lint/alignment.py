@@ -1,11 +1,14 @@
-"""How far an edit has moved what it should have left alone: shift and zoom of the output against its control.
+"""How two images of a scene lie against each other, by correlation of their edges.
 
-The edges of both images are compared by phase correlation, at several zooms; the mask's region is left out.
+`shift_between` is a quick look at thumbnails: does a pair of a data set fit better when one of them is moved?
+`drift_between` measures an edit: shift and zoom of the output against its control, to a fraction of a pixel, with the
+mask's region left out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +21,57 @@ SIDE = 256
 ZOOMS = np.round(np.arange(0.90, 1.1001, 0.01), 2)
 LEAST_REGION = 0.05
 """The share of the image that must be outside the mask."""
+
+
+THUMBNAIL = 64
+"""Side of the thumbnails that pairs of a data set are aligned on."""
+
+
+@dataclass(frozen=True)
+class Shift:
+    """How far a target has moved against its control, in parts of its sides, and how like they are before and after."""
+
+    down: float
+    right: float
+    likeness: float
+    likeness_shifted: float
+
+    @property
+    def is_suspect(self) -> bool:
+        """They fit clearly better when one of them is moved."""
+        moved = max(abs(self.down), abs(self.right)) >= 2 / THUMBNAIL
+        return moved and self.likeness_shifted > 0.6 and self.likeness_shifted - self.likeness > 0.25
+
+
+def shift_between(control: Image.Image, target: Image.Image) -> Shift:
+    """The displacement at which two images of the same size look most alike."""
+    first, second = _normalised_edges(control), _normalised_edges(target)
+    correlation = np.fft.irfft2(np.conj(np.fft.rfft2(first)) * np.fft.rfft2(second), s=first.shape)
+    down, right = np.unravel_index(int(correlation.argmax()), correlation.shape)
+    rows, columns = correlation.shape
+    return Shift(
+        _centred(int(down), rows) / rows,
+        _centred(int(right), columns) / columns,
+        float(correlation[0, 0]),
+        float(correlation[int(down), int(right)]),
+    )
+
+
+def _normalised_edges(image: Image.Image) -> NDArray[np.float32]:
+    """Edge strength, with mean 0 and length 1; flat images have none."""
+    strength = _edge_strength(np.asarray(image.convert("L"), dtype=np.float32))
+    strength -= strength.mean()
+    return (strength / max(float(np.linalg.norm(strength)), 1e-6)).astype(np.float32)
+
+
+def _edge_strength(grey: NDArray[Any]) -> NDArray[Any]:
+    down, right = np.gradient(grey)
+    return np.hypot(down, right)
+
+
+def _centred(place: int, count: int) -> int:
+    """A place on a circle of `count`, as a displacement from 0 in either direction."""
+    return (place + count // 2) % count - count // 2
 
 
 @dataclass(frozen=True)
@@ -33,6 +87,15 @@ class Drift:
     def is_certain(self) -> bool:
         """Images that have nothing in common stay below 0.05, the same scene moved is above 0.3."""
         return self.confidence >= 0.1
+
+    def line(self) -> dict[str, float]:
+        """As the log of a run has it."""
+        return {
+            "down": round(self.down, 4),
+            "right": round(self.right, 4),
+            "zoom": self.zoom,
+            "confidence": round(self.confidence, 3),
+        }
 
     @property
     def distance(self) -> float:
@@ -103,9 +166,7 @@ def _zoomed(image: Image.Image, size: tuple[int, int], zoom: float) -> Image.Ima
 
 def _edges(image: Image.Image, region: Floats) -> Floats | None:
     """Edge strength within the region, mean 0; nothing if the image is flat there."""
-    grey = np.asarray(image.convert("L"), dtype=np.float64)
-    down, right = np.gradient(grey)
-    strength = np.hypot(down, right)
+    strength = _edge_strength(np.asarray(image.convert("L"), dtype=np.float64))
     mean = float((strength * region).sum() / region.sum())
     edges: Floats = (strength - mean) * region
     return edges if float(np.abs(edges).max()) > 1.0 else None

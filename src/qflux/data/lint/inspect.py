@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -18,12 +18,15 @@ from typing import Any, Literal
 import numpy as np
 
 from qflux.config import Config
-from qflux.data.dataset import ImagePolicy, SampleSet, SizedExample, gather
-from qflux.data.images.decode import ImageFacts, ImageRef, load_mask, load_small
+from qflux.data.dataset import Dataset, ImagePolicy, StoredReader, gather
+from qflux.data.images.decode import ImageRef, load_mask, load_small
 from qflux.data.images.index import FileIndex, in_parallel
 from qflux.data.lint import similarity
+from qflux.data.lint.alignment import THUMBNAIL, Shift, shift_between
 from qflux.data.plan import Batching, EpochPlan
+from qflux.data.sample import Sample
 from qflux.errors import DataError
+from qflux.models.registry import facts_of
 from qflux.ragged.layout import padding_ratio
 
 Level = Literal["error", "warning", "note"]
@@ -93,11 +96,18 @@ class Inspected:
     """A summary, and what pictures of it need."""
 
     summary: Inspection
-    samples: SampleSet
-    text_tokens: list[int]
-    """Of every sample, in the order of `samples.all`."""
+    dataset: Dataset
+    samples: list[Sample]
+    """Those made from images, with the length of their prompts: what trains, then what is held out."""
     plan: EpochPlan | None
-    """The first epoch, if there is anything to train on."""
+    """The first epoch, if there is anything to train on; it speaks of `samples` by their numbers."""
+
+    @property
+    def batches(self) -> Iterator[list[Sample]]:
+        """The micro-batches of the first epoch."""
+        for step in self.plan or ():
+            for rank in step.ranks:
+                yield from ([self.samples[visit.sample] for visit in batch] for batch in rank if batch)
 
 
 @dataclass
@@ -109,12 +119,12 @@ class _Look:
     control: Any = None
     target_features: Any = None
     control_features: Any = None
-    shift: similarity.Shift | None = None
+    shift: Shift | None = None
     mask: tuple[float, float] | None = None
     """Least and most of a mask, in [0, 1]."""
 
 
-LengthOf = Callable[[SizedExample], tuple[int, int]]
+LengthOf = Callable[[Sample], tuple[int, int]]
 """Text tokens of a sample: those the transformer sees, and those its prompt wants."""
 
 
@@ -124,21 +134,25 @@ def inspect(
     index: FileIndex,
     text_length: LengthOf,
     text_limit: int,
+    read_stored: StoredReader | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Inspected:
     """A look at the data of a config."""
     report = progress or (lambda stage, done, total: None)
-    gathered = gather(config.data, policy, index, lambda done, total: report("headers", done, total))
-    samples = gathered.all
+    headers = lambda done, total: report("headers", done, total)  # noqa: E731
+    dataset = gather(config.data, policy, index, read_stored, headers)
+    training = [sample for sample in dataset.training if sample.images]
+    held_out = [sample for sample in dataset.held_out if sample.images]
+    samples = [*training, *held_out]
     inspection = Inspection(
-        sources=_sources(gathered),
-        training=sum(not sample.example.is_prior for sample in gathered.training),
-        held_out=len(gathered.held_out),
-        class_images=sum(sample.example.is_prior for sample in gathered.training),
+        sources=_sources(dataset),
+        training=sum(not sample.is_prior for sample in training),
+        held_out=len(held_out),
+        class_images=sum(sample.is_prior for sample in training),
     )
     findings = inspection.findings
-    findings += [Finding("error", "unusable", fault.what, fault.problem) for fault in gathered.faults]
-    findings += [Finding("note", "data", "", note) for note in gathered.notes]
+    findings += [Finding("error", "unusable", fault.what, fault.problem) for fault in dataset.faults]
+    findings += [Finding("note", "data", "", note) for note in dataset.notes]
     for sample in samples:
         findings += _header_findings(sample)
 
@@ -151,33 +165,35 @@ def inspect(
 
     lengths = [text_length(sample) for sample in samples]
     findings += _prompts(samples, [wanted for _, wanted in lengths], text_limit, config)
-    totals = [used + sample.image_tokens for (used, _), sample in zip(lengths, samples, strict=True)]
-    _describe(inspection, samples, totals)
+    samples = [replace(s, text_tokens=used) for s, (used, _) in zip(samples, lengths, strict=True)]
+    _describe(inspection, samples)
     damaged = [bool(look.damaged) for look in looks]
     _count_damaged(inspection, samples, damaged)
-    plan = _describe_plan(inspection, gathered.training, totals, damaged, config)
+    plan = _describe_plan(inspection, samples[: len(training)], damaged, config)
     order = {"error": 0, "warning": 1, "note": 2}
     findings.sort(key=lambda finding: (order[finding.level], finding.kind))
-    return Inspected(inspection, gathered, [used for used, _ in lengths], plan)
+    return Inspected(inspection, dataset, samples, plan)
 
 
-def _sources(gathered: SampleSet) -> list[SourceSummary]:
-    used = Counter(sample.example.source for sample in gathered.all)
-    faults = Counter(fault.source for fault in gathered.faults)
+def _sources(dataset: Dataset) -> list[SourceSummary]:
+    used = Counter(sample.source for sample in dataset.from_images)
+    faults = Counter(fault.source for fault in dataset.faults)
+    trained = [sample for sample in dataset.training if sample.images]
     return [
         SourceSummary(
             listing.source,
             used[listing.source],
             faults[listing.source],
-            sum(s.example.rate for s in gathered.training if s.example.source == listing.source),
+            sum(sample.rate for sample in trained if sample.source == listing.source),
         )
-        for listing in gathered.listings
+        for listing in dataset.listings
     ]
 
 
-def _header_findings(sample: SizedExample) -> Iterable[Finding]:
-    for ref, facts, transform in zip(sample.example.images, sample.facts, sample.transforms, strict=True):
-        name = str(ref)
+def _header_findings(sample: Sample) -> Iterable[Finding]:
+    images = sample.own_images
+    for image in images.all:
+        name, facts, transform = str(image.ref), image.facts, image.transform
         if facts.orientation != 1:
             turn = _TURNED.get(facts.orientation, "on its side")
             yield Finding("note", "orientation", name, f"stored {turn} (EXIF); it is turned upright")
@@ -196,27 +212,23 @@ def _header_findings(sample: SizedExample) -> Iterable[Finding]:
         lost = 1 - (right - left) * (bottom - top) / (facts.width * facts.height)
         if lost > 0.1:
             yield Finding("warning", "cropped", name, f"{lost:.0%} of it is cropped away")
-    if len(sample.facts) > 1 and sample.facts[0].hash == sample.facts[1].hash:
-        yield Finding(
-            "warning",
-            "no edit",
-            sample.example.name,
-            "control and target are the same image: there is nothing to learn",
-        )
+    if images.controls and images.controls[0].facts.hash == images.target.facts.hash:
+        detail = "control and target are the same image: there is nothing to learn"
+        yield Finding("warning", "no edit", sample.name, detail)
 
 
-def _look(sample: SizedExample) -> _Look:
-    look = _Look()
-    small = [_small(ref, look) for ref in sample.example.images]
+def _look(sample: Sample) -> _Look:
+    look, images = _Look(), sample.own_images
+    small = [_small(image.ref, look) for image in images.all]
     if small[0] is not None:
         look.target, look.target_features = similarity.thumbnail(small[0]), similarity.features(small[0])
     if len(small) > 1 and small[1] is not None:
         look.control, look.control_features = similarity.thumbnail(small[1]), similarity.features(small[1])
         if small[0] is not None:
-            look.shift = similarity.shift_between(small[1], small[0])
-    if sample.example.mask:
+            look.shift = shift_between(small[1], small[0])
+    if images.mask:
         try:
-            values = np.asarray(load_mask(sample.example.mask)) / 255
+            values = np.asarray(load_mask(images.mask)) / 255
             look.mask = float(values.min()), float(values.max())
         except DataError as error:
             look.damaged.append(error)
@@ -225,21 +237,23 @@ def _look(sample: SizedExample) -> _Look:
 
 def _small(ref: ImageRef, look: _Look) -> Any:
     try:
-        return load_small(ref, similarity.SIDE)
+        return load_small(ref, THUMBNAIL)
     except DataError as error:
         look.damaged.append(error)
         return None
 
 
-def _look_findings(samples: Sequence[SizedExample], looks: Sequence[_Look]) -> Iterable[Finding]:
+def _look_findings(samples: Sequence[Sample], looks: Sequence[_Look]) -> Iterable[Finding]:
     for sample, look in zip(samples, looks, strict=True):
-        name = sample.example.name
+        name = sample.name
         for error in look.damaged:
             yield Finding("error", "unusable", name, error.problem)
         if look.mask and look.mask[1] < 0.01:
-            yield Finding("warning", "mask", str(sample.example.mask), "the mask is empty: nothing counts as edited")
+            yield Finding("warning", "mask", str(sample.own_images.mask), "the mask is empty: nothing counts as edited")
         if look.mask and look.mask[0] > 0.99:
-            yield Finding("warning", "mask", str(sample.example.mask), "the mask is full: everything counts as edited")
+            yield Finding(
+                "warning", "mask", str(sample.own_images.mask), "the mask is full: everything counts as edited"
+            )
         if look.shift and look.shift.is_suspect:
             shift = look.shift
             detail = (
@@ -249,22 +263,22 @@ def _look_findings(samples: Sequence[SizedExample], looks: Sequence[_Look]) -> I
             yield Finding("warning", "unaligned", name, detail)
 
 
-def _likeness_findings(samples: Sequence[SizedExample], looks: Sequence[_Look]) -> Iterable[Finding]:
-    by_hash: dict[str, list[SizedExample]] = defaultdict(list)
+def _likeness_findings(samples: Sequence[Sample], looks: Sequence[_Look]) -> Iterable[Finding]:
+    by_hash: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
-        by_hash[sample.facts[0].hash].append(sample)
+        by_hash[_target_hash(sample)].append(sample)
     for group in by_hash.values():
         if len(group) > 1:
-            names = ", ".join(str(sample.example.target) for sample in group[:5])
-            yield Finding("warning", "duplicate", str(group[0].example.target), f"{len(group)} equal targets: {names}")
+            listed = ", ".join(sample.place for sample in group[:5])
+            yield Finding("warning", "duplicate", group[0].place, f"{len(group)} equal targets: {listed}")
 
     seen = [i for i, look in enumerate(looks) if look.target is not None]
     for members in similarity.copies([looks[i].target for i in seen]) if seen else ():
-        alike = sorted({samples[seen[i]].facts[0].hash: samples[seen[i]] for i in members}.values(), key=_target_name)
+        alike = sorted({_target_hash(samples[seen[i]]): samples[seen[i]] for i in members}.values(), key=_place)
         if len(alike) > 1:
-            names = ", ".join(map(_target_name, alike[1:6]))
-            detail = f"looks the same as {names}" + (f" and {len(alike) - 6} others" if len(alike) > 6 else "")
-            yield Finding("warning", "near-duplicate", _target_name(alike[0]), detail)
+            listed = ", ".join(map(_place, alike[1:6]))
+            detail = f"looks the same as {listed}" + (f" and {len(alike) - 6} others" if len(alike) > 6 else "")
+            yield Finding("warning", "near-duplicate", _place(alike[0]), detail)
 
     pairs = [i for i in seen if looks[i].control is not None]
     if not pairs:
@@ -276,46 +290,50 @@ def _likeness_findings(samples: Sequence[SizedExample], looks: Sequence[_Look]) 
         yield Finding("note", "not looked at", "", detail)
     for first, second in similarity.crossed([looks[i].control for i in pairs], [looks[i].target for i in pairs]):
         a, b = samples[pairs[first]], samples[pairs[second]]
-        detail = f"its control looks like the target of {b.example.name}: are the pairs mixed up?"
-        yield Finding("warning", "swapped", a.example.name, detail)
+        detail = f"its control looks like the target of {b.name}: are the pairs mixed up?"
+        yield Finding("warning", "swapped", a.name, detail)
     changed = similarity.reversed_edits(
         [looks[i].control_features for i in pairs], [looks[i].target_features for i in pairs]
     )
     for position in changed:
         detail = "its edit goes the other way than nearly all others: are control and target swapped?"
-        yield Finding("warning", "swapped", samples[pairs[position]].example.name, detail)
+        yield Finding("warning", "swapped", samples[pairs[position]].name, detail)
 
 
-def _target_name(sample: SizedExample) -> str:
-    return str(sample.example.target)
+def _place(sample: Sample) -> str:
+    return sample.place
 
 
-def _prompts(samples: Sequence[SizedExample], wanted: Sequence[int], limit: int, config: Config) -> Iterable[Finding]:
+def _target_hash(sample: Sample) -> str:
+    return sample.own_images.target.facts.hash
+
+
+def _prompts(samples: Sequence[Sample], wanted: Sequence[int], limit: int, config: Config) -> Iterable[Finding]:
     for sample, count in zip(samples, wanted, strict=True):
         if count > limit:
             level: Level = "error" if config.model.on_long_prompt == "error" else "warning"
             detail = f"a prompt of {count} tokens; the limit is {limit}"
-            yield Finding(level, "over-long prompt", sample.example.name, detail)
+            yield Finding(level, "over-long prompt", sample.name, detail)
     by_prompt: dict[str, list[str]] = defaultdict(list)
     for sample in samples:
-        by_prompt[sample.example.prompt].append(sample.example.name)
-    for prompt, names in by_prompt.items():
-        if len(names) > 1:
-            detail = f"{len(names)} samples have the prompt {prompt[:60]!r}: {', '.join(names[:5])}"
-            yield Finding("note", "same prompt", names[0], detail)
+        by_prompt[sample.prompt].append(sample.name)
+    for prompt, called in by_prompt.items():
+        if len(called) > 1:
+            detail = f"{len(called)} samples have the prompt {prompt[:60]!r}: {', '.join(called[:5])}"
+            yield Finding("note", "same prompt", called[0], detail)
 
 
-def _describe(inspection: Inspection, samples: Sequence[SizedExample], totals: Sequence[int]) -> None:
-    targets: list[ImageFacts] = [sample.facts[0] for sample in samples]
-    inspection.megapixels = _histogram([f.width * f.height / 1e6 for f in targets], (0.1, 0.25, 0.5, 1, 2, 4, 8), " MP")
-    inspection.aspects = _histogram([f.width / f.height for f in targets], (1 / 3, 0.5, 0.75, 1, 1.34, 2, 3), "")
-    sizes = Counter("{}x{}".format(*sample.transforms[0].size[::-1]) for sample in samples)
+def _describe(inspection: Inspection, samples: Sequence[Sample]) -> None:
+    targets = [sample.own_images.target for sample in samples]
+    facts = [image.facts for image in targets]
+    inspection.megapixels = _histogram([f.width * f.height / 1e6 for f in facts], (0.1, 0.25, 0.5, 1, 2, 4, 8), " MP")
+    inspection.aspects = _histogram([f.width / f.height for f in facts], (1 / 3, 0.5, 0.75, 1, 1.34, 2, 3), "")
+    sizes = Counter("{}x{}".format(*image.transform.size[::-1]) for image in targets)
     inspection.sizes = dict(sizes.most_common())
-    inspection.controls = {
-        str(n): count for n, count in sorted(Counter(len(s.example.controls) for s in samples).items())
-    }
-    if totals:
-        quartiles = np.quantile(totals, (0, 0.25, 0.5, 0.75, 1), method="nearest")
+    counts = Counter(len(sample.own_images.controls) for sample in samples)
+    inspection.controls = {str(number): count for number, count in sorted(counts.items())}
+    if samples:
+        quartiles = np.quantile([sample.tokens for sample in samples], (0, 0.25, 0.5, 0.75, 1), method="nearest")
         inspection.tokens = dict(
             zip(("least", "quarter", "median", "three quarters", "most"), map(int, quartiles), strict=True)
         )
@@ -331,44 +349,42 @@ def _histogram(values: Sequence[float], edges: Sequence[float], unit: str) -> di
     return {labels[i]: counts[i] for i in range(used[0], used[-1] + 1)} if used else {}
 
 
-def _count_damaged(inspection: Inspection, samples: Sequence[SizedExample], damaged: Sequence[bool]) -> None:
+def _count_damaged(inspection: Inspection, samples: Sequence[Sample], damaged: Sequence[bool]) -> None:
     """Samples of which an image can't be decoded are not trained on either."""
     for number, (sample, is_damaged) in enumerate(zip(samples, damaged, strict=True)):
         if not is_damaged:
             continue
         for i, source in enumerate(inspection.sources):
-            if source.name == sample.example.source:
-                rest = source.visits - (sample.example.rate if number < len(samples) - inspection.held_out else 0)
+            if source.name == sample.source:
+                rest = source.visits - (sample.rate if number < len(samples) - inspection.held_out else 0)
                 inspection.sources[i] = replace(
                     source, samples=source.samples - 1, faults=source.faults + 1, visits=rest
                 )
 
 
 def _describe_plan(
-    inspection: Inspection,
-    training: Sequence[SizedExample],
-    totals: Sequence[int],
-    damaged: Sequence[bool],
-    config: Config,
+    inspection: Inspection, training: Sequence[Sample], damaged: Sequence[bool], config: Config
 ) -> EpochPlan | None:
     budget = config.data.max_tokens
-    usable = [(s, n) for s, n, broken in zip(training, totals, damaged, strict=False) if not broken]
-    inspection.training = sum(not sample.example.is_prior for sample, _ in usable)
+    usable = [sample for sample, broken in zip(training, damaged, strict=False) if not broken]
+    inspection.training = sum(not sample.is_prior for sample in usable)
     inspection.class_images = len(usable) - inspection.training
-    large = [(sample, count) for sample, count in usable if budget and count > budget]
-    for sample, count in large:
-        detail = f"{count} tokens, more than data.max_tokens {budget}"
-        inspection.findings.append(Finding("error", "too large", sample.example.name, detail))
+    large = [sample for sample in usable if budget and sample.tokens > budget]
+    for sample in large:
+        detail = f"{sample.tokens} tokens, more than data.max_tokens {budget}"
+        inspection.findings.append(Finding("error", "too large", sample.name, detail))
     if not usable or large:
         return None
     # A damaged sample keeps its place, so that the plan speaks of samples by their numbers, and is never due.
-    rates = [0.0 if broken else s.example.rate for s, broken in zip(training, damaged, strict=False)]
-    plan = EpochPlan(totals[: len(training)], Batching.of(config), config.seed, rates=rates)
+    rates = [0.0 if broken else sample.rate for sample, broken in zip(training, damaged, strict=False)]
+    lengths = [sample.tokens for sample in training]
+    attention_tokens = facts_of(config.family).attention_tokens
+    plan = EpochPlan(lengths, Batching.of(config, attention_tokens=attention_tokens), config.seed, rates=rates)
     if not len(plan):
         return None
     inspection.steps_per_epoch = len(plan)
     inspection.samples_per_step = sum(step.samples for step in plan) / len(plan)
     steps = [plan[i] for i in range(0, len(plan), max(1, len(plan) // _MOST_STEPS))]
-    batches = [[totals[v.sample] for v in batch] for step in steps for rank in step.ranks for batch in rank if batch]
+    batches = [[lengths[v.sample] for v in batch] for step in steps for rank in step.ranks for batch in rank if batch]
     inspection.padding = padding_ratio(*batches)
     return plan

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw
 
-from qflux.data.dataset import SizedExample
-from qflux.data.images.decode import ImageFacts, ImageRef, load_rgb
-from qflux.data.images.sizes import Transform
+from qflux.data.images.decode import load_rgb
 from qflux.data.lint.inspect import Inspected
+from qflux.data.sample import Sample, SampleImage
 from qflux.errors import DataError
 from qflux.pictures.drawing import FAINT, GAP, INK, MARGIN, PAPER, TARGET, SampleTokens, batch_layout
 from qflux.pictures.lettering import draw_text, fitting
@@ -24,35 +23,30 @@ SHOWN = 10
 class _Hard:
     """An image and how much its transform does to it."""
 
-    ref: ImageRef
-    facts: ImageFacts
-    transform: Transform
+    image: SampleImage
 
     @property
     def box(self) -> tuple[float, float, float, float]:
-        return self.transform.box(*self.facts.size)
+        return self.image.transform.box(*self.image.facts.size)
 
     @property
     def lost(self) -> float:
         left, top, right, bottom = self.box
-        return 1 - (right - left) * (bottom - top) / (self.facts.width * self.facts.height)
+        return 1 - (right - left) * (bottom - top) / (self.image.facts.width * self.image.facts.height)
 
     @property
     def enlarged(self) -> float:
         left, _, right, _ = self.box
-        return self.transform.size[1] / (right - left)
+        return self.image.transform.size[1] / (right - left)
 
     @property
     def hardness(self) -> float:
         return 3 * self.lost + max(0.0, self.enlarged - 1) + max(0.0, 0.3 - self.enlarged)
 
 
-def contact_sheet(samples: Sequence[SizedExample]) -> Image.Image | None:
+def contact_sheet(samples: Sequence[Sample]) -> Image.Image | None:
     """The images that suffer most, one of a sample: as they are, what is cut off dimmed, and as they train."""
-    images = [
-        max(map(_Hard, sample.example.images, sample.facts, sample.transforms), key=lambda item: item.hardness)
-        for sample in samples
-    ]
+    images = [max(map(_Hard, sample.own_images.all), key=lambda item: item.hardness) for sample in samples]
     hardest = sorted(images, key=lambda item: -item.hardness)[:SHOWN]
     rows = [(item, drawn) for item in hardest if (drawn := _drawn(item))]
     if not rows:
@@ -79,7 +73,7 @@ def contact_sheet(samples: Sequence[SizedExample]) -> Image.Image | None:
 
 def _drawn(item: _Hard) -> tuple[Image.Image, Image.Image] | None:
     try:
-        image = load_rgb(item.ref)
+        image = load_rgb(item.image.ref)
     except DataError:
         return None
     scale = CELL / max(image.size)
@@ -89,34 +83,33 @@ def _drawn(item: _Hard) -> tuple[Image.Image, Image.Image] | None:
     inside = (round(left), round(top), max(round(left) + 1, round(right)), max(round(top) + 1, round(bottom)))
     dim.paste(small.crop(inside), inside[:2])
     ImageDraw.Draw(dim).rectangle((inside[0], inside[1], inside[2] - 1, inside[3] - 1), outline=TARGET, width=2)
-    after = item.transform(image)
+    after = item.image.transform(image)
     scale = CELL / max(after.size)
     return dim, after.resize((max(1, round(after.width * scale)), max(1, round(after.height * scale))))
 
 
 def _caption(item: _Hard) -> tuple[str, str]:
-    height, width = item.transform.size
-    parts = [f"{item.facts.width}x{item.facts.height} becomes {width}x{height}", f"{item.lost:.0%} cut off"]
+    height, width = item.image.transform.size
+    parts = [f"{item.image.facts.width}x{item.image.facts.height} becomes {width}x{height}", f"{item.lost:.0%} cut off"]
     if item.enlarged > 1.05:
         parts.append(f"enlarged {item.enlarged:.1f}x")
-    name = str(item.ref)
+    name = str(item.image.ref)
     return name if len(name) < 72 else "…" + name[-70:], ", ".join(parts)
 
 
 def batch_picture(inspected: Inspected) -> Image.Image | None:
     """The tokens of one micro-batch to scale: the first of the epoch with several samples."""
-    if inspected.plan is None or not len(inspected.plan):
+    batches = inspected.batches
+    first = next(batches, None)
+    if first is None:
         return None
-    batches = (batch for step in inspected.plan for rank in step.ranks for batch in rank if batch)
-    first = next(batches)
     batch = first if len(first) > 1 else next((other for other in batches if len(other) > 1), first)
-    samples = inspected.samples.training
-    return batch_layout([sample_tokens(samples[v.sample], inspected.text_tokens[v.sample]) for v in batch[:12]])
+    return batch_layout([sample_tokens(sample) for sample in batch[:12]])
 
 
-def sample_tokens(sample: SizedExample, text: int) -> SampleTokens:
+def sample_tokens(sample: Sample) -> SampleTokens:
     """The token counts of a sample, labelled with its size."""
-    height, width = sample.transforms[0].size
-    target, *controls = (image_tokens([shape]) for shape in sample.img_shapes)
+    height, width = sample.own_images.target.transform.size
+    controls = tuple(image_tokens([shape]) for shape in sample.shapes.controls)
     label = f"{width}x{height}, {len(controls)} control{'' if len(controls) == 1 else 's'}"
-    return SampleTokens(label, text, target, tuple(controls))
+    return SampleTokens(label, sample.tokens - sample.shapes.tokens, sample.shapes.target_tokens, controls)

@@ -8,7 +8,6 @@ Shapes: n samples, S = 16 the side of a kept thumbnail.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +15,6 @@ from PIL import Image
 
 Floats = NDArray[np.float32]
 
-SIDE = 64
-"""Side of the thumbnails that pairs are aligned on."""
 KEPT = 16
 """Side of the thumbnails that are compared with each other."""
 
@@ -28,22 +25,6 @@ _LOCAL = 20.0
 MOST_PAIRS = 20_000
 """Pairs compared with each other; beyond that a comparison of all with all takes minutes."""
 _MOST_NEIGHBOURS = 500
-
-
-@dataclass(frozen=True)
-class Shift:
-    """How far a target has moved against its control, in parts of its sides, and how like they are before and after."""
-
-    down: float
-    right: float
-    likeness: float
-    likeness_shifted: float
-
-    @property
-    def is_suspect(self) -> bool:
-        """They fit clearly better when one of them is moved."""
-        moved = max(abs(self.down), abs(self.right)) >= 2 / SIDE
-        return moved and self.likeness_shifted > 0.6 and self.likeness_shifted - self.likeness > 0.25
 
 
 def thumbnail(image: Image.Image) -> NDArray[np.uint8]:
@@ -58,27 +39,6 @@ def features(image: Image.Image) -> Floats:
     edges = np.abs(np.diff(grey, axis=0)).mean() + np.abs(np.diff(grey, axis=1)).mean()
     saturation = (pixels.max(-1) - pixels.min(-1)).mean()
     return np.array([*pixels.mean((0, 1)), saturation, grey.std(), edges], dtype=np.float32)
-
-
-def shift_between(control: Image.Image, target: Image.Image) -> Shift:
-    """The displacement at which two images of the same size look most alike, by correlation of their edges."""
-    first, second = _edges(control), _edges(target)
-    correlation = np.fft.irfft2(np.conj(np.fft.rfft2(first)) * np.fft.rfft2(second), s=first.shape)
-    down, right = np.unravel_index(int(correlation.argmax()), correlation.shape)
-    rows, columns = correlation.shape
-    wrapped = (int(down) + rows // 2) % rows - rows // 2, (int(right) + columns // 2) % columns - columns // 2
-    return Shift(
-        wrapped[0] / rows, wrapped[1] / columns, float(correlation[0, 0]), float(correlation[int(down), int(right)])
-    )
-
-
-def _edges(image: Image.Image) -> Floats:
-    """Edge strength, with mean 0 and length 1; flat images have none."""
-    grey = np.asarray(image.convert("L"), dtype=np.float32)
-    down, right = np.gradient(grey)
-    strength = np.hypot(down, right)
-    strength -= strength.mean()
-    return (strength / max(float(np.linalg.norm(strength)), 1e-6)).astype(np.float32)
 
 
 def copies(thumbnails: Sequence[NDArray[np.uint8]]) -> list[list[int]]:

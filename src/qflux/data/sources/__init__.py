@@ -11,10 +11,10 @@ from dataclasses import replace
 from qflux.config import CsvSource, FolderSource, HubSource, JsonlSource, Source
 from qflux.data.sources.folder import read_folder
 from qflux.data.sources.huggingface import read_hub
-from qflux.data.sources.listing import EditExample, Fault, Listing
+from qflux.data.sources.listing import Fault, ListedSample, Listing
 from qflux.data.sources.tables import read_table
 
-__all__ = ["EditExample", "Fault", "Listing", "read_source"]
+__all__ = ["Fault", "ListedSample", "Listing", "read_source"]
 
 
 def read_source(source: Source, is_prior: bool = False) -> Listing:
@@ -28,7 +28,7 @@ def read_source(source: Source, is_prior: bool = False) -> Listing:
             listing = read_hub(source)
         case _:
             raise TypeError(f"no reader for {type(source).__name__}")
-    listing.examples = [
-        replace(example, source=listing.source, rate=source.rate, is_prior=is_prior) for example in listing.examples
+    listing.samples = [
+        replace(sample, source=listing.source, rate=source.rate, is_prior=is_prior) for sample in listing.samples
     ]
     return listing

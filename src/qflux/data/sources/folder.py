@@ -9,12 +9,12 @@ control_images/<base>_control_1.png   further controls, counted from 1
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from qflux.data.images.decode import SUFFIXES, ImageFile, shown
-from qflux.data.sources.listing import EditExample, Listing
+from qflux.data.sources.listing import ListedSample, Listing
+from qflux.data.sources.naming import further_control, masked_base, owner
 from qflux.data.sources.tables import current_folder, note_controls
 from qflux.errors import DataError
 
@@ -36,7 +36,7 @@ def read_folder(root: Path) -> Listing:
     beside = _by_stem(controls_dir, listing, unclear) if controls_dir.is_dir() else {}
     if not controls_dir.is_dir():
         listing.notes.append(f"there is no folder {shown(controls_dir)}: the samples have no control images")
-    targets = {stem: path for stem, path in listed.items() if _mask_base(stem, listed) is None}
+    targets = {stem: path for stem, path in listed.items() if masked_base(stem, listed) is None}
     masks = _masks(targets, [*listed.values(), *beside.values()], listing, unclear)
     controls = _controls(targets, beside, listing, unclear)
     prompts = {file.stem: file for file in _files(targets_dir) if file.suffix.lower() == ".txt"}
@@ -49,7 +49,7 @@ def read_folder(root: Path) -> Listing:
             continue
         mask = ImageFile(masks[base]) if base in masks else None
         images = tuple(map(ImageFile, controls.get(base, ())))
-        listing.examples.append(EditExample(shown(base), ImageFile(target), prompt, images, mask))
+        listing.samples.append(ListedSample(shown(base), ImageFile(target), prompt, images, mask))
     if controls:
         note_controls(listing)
     return listing
@@ -71,7 +71,7 @@ def _by_stem(folder: Path, listing: Listing, unclear: set[str]) -> dict[str, Pat
             ignored += [] if file.suffix.lower() == ".txt" and folder.name == TARGETS else [file.name]
         elif file.stem in images:
             listing.fault(shown(file), f"a second image named {file.stem!r} beside {images[file.stem].name}")
-            unclear.add(_owner(file.stem))
+            unclear.add(owner(file.stem))
         else:
             images[file.stem] = file
     if ignored:
@@ -80,21 +80,10 @@ def _by_stem(folder: Path, listing: Listing, unclear: set[str]) -> dict[str, Pat
     return images
 
 
-def _mask_base(stem: str, targets: Iterable[str]) -> str | None:
-    """The target that an image named `stem` is the mask of, if any."""
-    base = stem.removesuffix("_mask")
-    return base if base != stem and base in targets else None
-
-
-def _owner(stem: str) -> str:
-    """The name of the target that a control, a mask or a target of this name would belong to."""
-    return re.sub(r"_control_\d+$|_mask$", "", stem)
-
-
 def _masks(targets: dict[str, Path], images: list[Path], listing: Listing, unclear: set[str]) -> dict[str, Path]:
     masks: dict[str, Path] = {}
     for path in images:
-        base = _mask_base(path.stem, targets)
+        base = masked_base(path.stem, targets)
         if base in masks:
             listing.fault(shown(path), f"a second mask of {base!r} beside {shown(masks[base])}")
             unclear.add(base)
@@ -110,14 +99,14 @@ def _controls(
     by_casefold = {base.casefold(): base for base in targets}
     numbered: dict[str, dict[int, Path]] = {}
     for stem, path in beside.items():
-        further = re.fullmatch(r"(.+)_control_([1-9]\d*)", stem, re.DOTALL)
+        further = further_control(stem)
         if stem in targets:
             numbered.setdefault(stem, {})[0] = path
-        elif further and further[1] in targets:
-            numbered.setdefault(further[1], {})[int(further[2])] = path
-        elif _mask_base(stem, targets) is None:
+        elif further and further[0] in targets:
+            numbered.setdefault(further[0], {})[further[1]] = path
+        elif masked_base(stem, targets) is None:
             listing.fault(shown(path), f"no target of that name in {TARGETS}/")
-            meant = by_casefold.get(_owner(stem).casefold())
+            meant = by_casefold.get(owner(stem).casefold())
             unclear |= {meant} if meant else set()
     controls = {}
     for base, by_number in numbered.items():

@@ -13,7 +13,7 @@ from typing import Any
 
 from qflux.config import HubSource
 from qflux.data.images.decode import ByteStream, ImageFile, ImageRef, shown
-from qflux.data.sources.listing import EditExample, Listing
+from qflux.data.sources.listing import ListedSample, Listing
 from qflux.data.sources.tables import note_controls, require_columns, told_apart
 from qflux.errors import DataError
 from qflux.files.hashing import key_of
@@ -61,8 +61,8 @@ def read_hub(settings: HubSource) -> Listing:
     listing = Listing(shown(settings.path))
     reader = _RowReader(settings, data.with_format("arrow"), _version(data))
     for start in range(0, len(data), _BATCH):
-        listing.examples += reader.read(start, min(start + _BATCH, len(data)), listing)
-    listing.examples = told_apart(listing.examples)
+        listing.samples += reader.read(start, min(start + _BATCH, len(data)), listing)
+    listing.samples = told_apart(listing.samples)
     note_controls(listing)
     return listing
 
@@ -119,11 +119,11 @@ class _RowReader:
         self._present = [name for name in wanted if name in table.column_names]
         self._prompts = table.select_columns([columns.prompt])
 
-    def read(self, start: int, stop: int, listing: Listing) -> list[EditExample]:
+    def read(self, start: int, stop: int, listing: Listing) -> list[ListedSample]:
         columns = self._settings.columns
         prompts = self._prompts[start:stop].column(columns.prompt).to_pylist()
         shapes = {name: self._cells(name, start, stop) for name in self._present}
-        examples = []
+        samples = []
         for offset, prompt in enumerate(prompts):
             row = start + offset
             name = f"{self._settings.path.name}[{self._settings.split}][{row}]"
@@ -140,9 +140,9 @@ class _RowReader:
             else:
                 images = tuple(cell for cell in controls if cell is not None)
                 called = _file_name(target[0]) or name
-                found = EditExample(called, target[0], prompt.strip(), images, mask[0] if mask else None, place=name)
-                examples.append(found)
-        return examples
+                found = ListedSample(called, target[0], prompt.strip(), images, mask[0] if mask else None, place=name)
+                samples.append(found)
+        return samples
 
     def _cells(self, column: str, start: int, stop: int) -> list[tuple[Any, ...]]:
         """The images of a column in each row; what is null is left out of a plain column, and None in a list."""

@@ -1,4 +1,4 @@
-"""The nouns of a data source: samples as they are listed, and what is wrong with the others."""
+"""What a source lists: samples by name and path, nothing opened, and what is wrong with the others."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from qflux.data.images.decode import ImageRef
 
 
 @dataclass(frozen=True)
-class EditExample:
-    """One sample as images that nobody has opened: what the target should become of the controls, how to say it."""
+class ListedSample:
+    """A sample as a source names it: the wanted image, the images it is made from, and the instruction."""
 
     name: str
     target: ImageRef
@@ -27,8 +27,8 @@ class EditExample:
 
     @property
     def images(self) -> tuple[ImageRef, ...]:
-        """Target first."""
-        return self.target, *self.controls
+        """Every image that has to be looked at: target, controls, mask."""
+        return (self.target, *self.controls, *([self.mask] if self.mask else []))
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Listing:
     """What a source holds: samples, and what is wrong with it."""
 
     source: str
-    examples: list[EditExample] = field(default_factory=list)
+    samples: list[ListedSample] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     is_stored: bool = False
     """Its samples exist only as embeddings."""

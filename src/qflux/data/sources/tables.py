@@ -6,7 +6,6 @@ import csv
 import difflib
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,8 @@ from typing import Any
 
 from qflux.config import CsvSource, JsonlSource, Section, TableColumns
 from qflux.data.images.decode import ImageFile, shown
-from qflux.data.sources.listing import EditExample, Listing
+from qflux.data.sources.listing import ListedSample, Listing
+from qflux.data.sources.naming import numbered
 from qflux.errors import DataError
 
 Row = tuple[int, Mapping[str, object]]
@@ -61,10 +61,10 @@ def read_table(settings: CsvSource | JsonlSource) -> Listing:
         require_columns(shown(settings.path), table.columns, settings.columns, needed)
     root = settings.root or settings.path.parent
     for number, values in table.rows:
-        example = _example(_place(settings.path, number), values, root, settings.columns, listing)
-        if example is not None:
-            listing.examples.append(example)
-    listing.examples = told_apart(listing.examples)
+        sample = _sample(_place(settings.path, number), values, root, settings.columns, listing)
+        if sample is not None:
+            listing.samples.append(sample)
+    listing.samples = told_apart(listing.samples)
     note_controls(listing)
     return listing
 
@@ -106,10 +106,10 @@ def is_text(value: str) -> bool:
 
 def note_controls(listing: Listing) -> None:
     """Say how many samples have no control image, if some or all have none."""
-    without = [example.name for example in listing.examples if not example.controls]
+    without = [sample.name for sample in listing.samples if not sample.controls]
     if without:
         names = ", ".join(without[:10])
-        listing.notes.append(f"{len(without)} of {len(listing.examples)} samples have no control image: {names}")
+        listing.notes.append(f"{len(without)} of {len(listing.samples)} samples have no control image: {names}")
 
 
 def _place(path: Path, line: int) -> str:
@@ -184,9 +184,9 @@ def _add(table: RawTable, number: int, value: Any) -> None:
         table.faults.append((number, f"a {type(value).__name__}, not an object with fields"))
 
 
-def _example(
+def _sample(
     place: str, values: Mapping[str, object], root: Path, columns: TableColumns, listing: Listing
-) -> EditExample | None:
+) -> ListedSample | None:
     """One row as a sample; an absent value is an empty string, a missing field or null."""
     fields = {key: value for key, value in values.items() if value not in (None, "", [])}
     for key in (columns.target, columns.prompt, columns.mask):
@@ -211,7 +211,7 @@ def _example(
     target = root / str(fields[columns.target])
     mask = ImageFile(root / str(fields[columns.mask])) if columns.mask in fields else None
     name = shown(os.path.relpath(target, root))
-    return EditExample(name, ImageFile(target), prompt, controls, mask, place=place)
+    return ListedSample(name, ImageFile(target), prompt, controls, mask, place=place)
 
 
 def _controls(fields: Mapping[str, object], columns: TableColumns) -> Iterator[str]:
@@ -219,7 +219,7 @@ def _controls(fields: Mapping[str, object], columns: TableColumns) -> Iterator[s
     if columns.controls:
         keys: dict[int, str] = dict(enumerate(columns.controls))
     else:
-        keys = {number: key for key in fields if (number := _number(key, columns))} | {0: columns.control}
+        keys = {number: key for key in fields if (number := numbered(key, columns.control))} | {0: columns.control}
     found = {number: fields[key] for number, key in sorted(keys.items()) if key in fields}
     last = max(found, default=0)
     for number in range(last + 1):
@@ -233,16 +233,10 @@ def _controls(fields: Mapping[str, object], columns: TableColumns) -> Iterator[s
         yield from paths
 
 
-def _number(key: str, columns: TableColumns) -> int | None:
-    """The number of a further control's column, if it is one."""
-    match = re.fullmatch(re.escape(columns.control) + r"_([1-9]\d{0,3})", key)
-    return int(match[1]) if match else None
-
-
-def told_apart(examples: list[EditExample]) -> list[EditExample]:
+def told_apart(samples: list[ListedSample]) -> list[ListedSample]:
     """Samples are called by their target; where several rows have one target, their places tell them apart."""
-    counts = Counter(example.name for example in examples)
+    counts = Counter(sample.name for sample in samples)
     return [
-        replace(example, name=f"{example.name} ({example.place})") if counts[example.name] > 1 else example
-        for example in examples
+        replace(sample, name=f"{sample.name} ({sample.place})") if counts[sample.name] > 1 else sample
+        for sample in samples
     ]

@@ -14,8 +14,11 @@ from torch import Tensor
 from qflux.data.encoded import Prompt, TextEmbedding, TextLimit
 from qflux.models.family import TextCount, TextCounter
 from qflux.models.flux_kontext.components import FluxKontextComponents
-from qflux.models.patches import pack, unpack
+from qflux.models.flux_kontext.facts import FACTS
+from qflux.ragged.patches import pack, patch_noise, unpack
 from qflux.ragged.shapes import ImageShape
+
+CHANNELS = FACTS["flux-kontext"].image_channels
 
 
 class FluxKontextEncoder:
@@ -51,6 +54,9 @@ class FluxKontextEncoder:
         vae = self._parts.vae
         latents = unpack(tokens.to(vae.device, vae.dtype), shape)
         return vae.decode((latents / vae.config.scaling_factor + vae.config.shift_factor)[None]).sample[0]
+
+    def noise(self, shape: ImageShape, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+        return patch_noise(CHANNELS, shape, generator, dtype)
 
 
 def _tokenize(tokenizer: Any, texts: list[str], length: int) -> Tensor:

@@ -10,15 +10,17 @@ from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
-from qflux.data.images.sizes import KONTEXT_SIZES, Transform, closest_aspect
-from qflux.models.family import Defaults, Family, ModelInputs
+from qflux.data.images.sizes import Transform, closest_aspect
+from qflux.losses.timesteps import NoiseShift
+from qflux.models.family import Arithmetic, Family, InputWidths, ModelInputs
 from qflux.models.flux_kontext.components import FluxKontextComponents
 from qflux.models.flux_kontext.encoders import FluxKontextEncoder, text_counter
+from qflux.models.flux_kontext.facts import FACTS, KONTEXT_SIZES
 from qflux.models.flux_kontext.names import SWAPPED, original_names
+from qflux.models.flux_kontext.positions import image_ids
 from qflux.models.flux_kontext.tiny import tiny
 from qflux.models.flux_kontext.transformer import FluxTransformer2DModel
 from qflux.models.loading import checkpoint_folder, load_other, load_part
-from qflux.ragged.rope import image_ids
 
 _MODELS: dict[str, Any] = {
     "transformer": FluxTransformer2DModel,
@@ -57,7 +59,7 @@ def velocity(transformer: Any, inputs: ModelInputs) -> Tensor:
         encoder_hidden_states=text,
         pooled_projections=pooled,
         timestep=inputs.sigma.to(dtype),
-        img_ids=image_ids(inputs.img_shapes, device),
+        img_ids=image_ids(inputs.shapes, device),
         txt_ids=torch.zeros(len(text), 3, device=device),
         guidance=guidance,
         layout=inputs.layout(),
@@ -73,28 +75,40 @@ def combine(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
     return unconditional + scale * (conditional - unconditional)
 
 
+def widths(transformer: Any) -> InputWidths:
+    config = transformer.config
+    return InputWidths(config.joint_attention_dim, config.in_channels, config.pooled_projection_dim)
+
+
+def arithmetic(transformer: Any) -> Arithmetic:
+    """A token meets 12 width² weights in a block: 4 of attention, 8 of an MLP that is four times as wide."""
+    width = transformer.config.num_attention_heads * transformer.config.attention_head_dim
+    count = len(blocks(transformer))
+    return Arithmetic(per_token=24 * width**2 * count, per_pair=4 * width * count)
+
+
 FLUX_KONTEXT = Family(
-    name="flux-kontext",
-    pipeline="FluxKontextPipeline",
-    controls=(0, None),
-    prompt_view=lambda index, size, transform: None,
-    reference_view=lambda width, height: Transform(closest_aspect(KONTEXT_SIZES, width, height), "stretch"),
-    defaults=Defaults(num_inference_steps=28, true_cfg_scale=1.0, max_sequence_length=512),
+    facts=FACTS["flux-kontext"],
     text_parts=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
     image_parts=("vae",),
+    tokenizer_parts=("tokenizer_2",),
+    prompt_view=lambda index, size, transform: None,
+    reference_view=lambda width, height: Transform(closest_aspect(KONTEXT_SIZES, width, height), "stretch"),
     tiny=tiny,
     transformer=FluxTransformer2DModel,
     load=load,
     encoder=FluxKontextEncoder,
-    tokenizer_parts=("tokenizer_2",),
     text_counter=text_counter,
     velocity=velocity,
     combine=combine,
     blocks=blocks,
+    widths=widths,
+    arithmetic=arithmetic,
+    noise_shift=NoiseShift.of,
     lora_prefix="transformer.",
     original_names=original_names,
     swapped_names=SWAPPED,
     usage_note="In ComfyUI, two or more reference images need the reference method `index` (node "
     "`FluxKontextMultiReferenceLatentMethod`): that is how they were numbered in training.",
-    text_channels=4096,
 )
+FAMILIES = {FLUX_KONTEXT.name: FLUX_KONTEXT}

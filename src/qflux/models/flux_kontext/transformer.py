@@ -21,11 +21,11 @@ from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
 from qflux.models.compat import picklable, register_blocks, require_plain_attention, take_mask
+from qflux.models.mlp import gelu_feed_forward, gelu_linear, linear_of_two
 from qflux.models.padding import Padding
 from qflux.ragged.attention import contiguous_gradient
 from qflux.ragged.heads import join_heads, join_turned_heads, turned_heads
 from qflux.ragged.layout import PackedLayout, RaggedLayout
-from qflux.ragged.mlp import gelu_linear, linear_of_two
 from qflux.ragged.modulation import ModulatedStream, add_gated, clip_fp16, norm_modulate
 from qflux.ragged.rope import Rotary, rotary_from
 
@@ -46,14 +46,18 @@ class RaggedFluxBlock(FluxTransformerBlock):
         if layout is None:
             return super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs)
         image = ModulatedStream(
-            hidden_states, layout.image_sample, _conditioning(self.norm1, temb), (self.norm1.norm, self.norm2), self.ff
+            hidden_states,
+            layout.image_sample,
+            _conditioning(self.norm1, temb),
+            (self.norm1.norm, self.norm2),
+            functools.partial(gelu_feed_forward, self.ff),
         )
         text = ModulatedStream(
             encoder_hidden_states,
             layout.text_sample,
             _conditioning(self.norm1_context, temb),
             (self.norm1_context.norm, self.norm2_context),
-            self.ff_context,
+            functools.partial(gelu_feed_forward, self.ff_context),
         )
         qkv = self._joint_qkv(text.before_attention(), image.before_attention(), image_rotary_emb, layout)
         attended = layout.attend(*qkv)

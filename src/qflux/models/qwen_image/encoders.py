@@ -12,10 +12,13 @@ from torch import Tensor
 
 from qflux.data.encoded import Prompt, TextEmbedding, TextLimit
 from qflux.models.family import TextCount, TextCounter
-from qflux.models.patches import pack, unpack
 from qflux.models.qwen_image.components import QwenImageComponents
+from qflux.models.qwen_image.facts import FACTS
 from qflux.models.qwen_image.prompts import PromptProcessor, Template, split_valid
+from qflux.ragged.patches import pack, patch_noise, unpack
 from qflux.ragged.shapes import ImageShape
+
+CHANNELS = FACTS["qwen-image"].image_channels
 
 
 class QwenImageEncoder:
@@ -61,6 +64,9 @@ class QwenImageEncoder:
         latents = unpack(tokens.to(vae.device, vae.dtype), shape)
         mean, std = self._statistics(latents)
         return vae.decode((latents * std + mean)[None, :, None]).sample[0, :, 0]
+
+    def noise(self, shape: ImageShape, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+        return patch_noise(CHANNELS, shape, generator, dtype)
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of each latent channel, `(C / 4, 1, 1)`."""

@@ -13,10 +13,12 @@ from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from qflux.data.images.sizes import Transform
-from qflux.models.family import Defaults, Family, ModelInputs, PromptView
+from qflux.losses.timesteps import NoiseShift
+from qflux.models.family import Arithmetic, Family, InputWidths, ModelInputs, PromptView
 from qflux.models.loading import checkpoint_folder, load_other, load_part
 from qflux.models.qwen_image.components import QwenImageComponents
 from qflux.models.qwen_image.encoders import QwenImageEncoder, text_counter
+from qflux.models.qwen_image.facts import FACTS
 from qflux.models.qwen_image.prompts import (
     ONE_IMAGE,
     PICTURES,
@@ -27,7 +29,7 @@ from qflux.models.qwen_image.prompts import (
     condition_size,
 )
 from qflux.models.qwen_image.tiny import tiny
-from qflux.models.qwen_image.transformer import MOST_IMAGES, QwenImageTransformer2DModel
+from qflux.models.qwen_image.transformer import QwenImageTransformer2DModel
 
 _MODELS: dict[str, Any] = {
     "transformer": QwenImageTransformer2DModel,
@@ -59,7 +61,7 @@ def velocity(transformer: Any, inputs: ModelInputs) -> Tensor:
         hidden_states=inputs.images.to(dtype),
         encoder_hidden_states=torch.cat([item.tokens for item in inputs.text]).to(dtype),
         timestep=inputs.sigma.to(dtype),
-        img_shapes=inputs.img_shapes,
+        img_shapes=[shapes.images for shapes in inputs.shapes],
         layout=inputs.layout(),
         return_dict=False,
     )[0]
@@ -89,34 +91,43 @@ def _sees_all(index: int, size: tuple[int, int], transform: Transform) -> Transf
     return Transform(condition_size(*size), "stretch")
 
 
-def _family(name: str, pipeline: str, template: Template, controls: tuple[int, int | None], view: PromptView) -> Family:
+def widths(transformer: Any) -> InputWidths:
+    return InputWidths(transformer.config.joint_attention_dim, transformer.config.in_channels)
+
+
+def arithmetic(transformer: Any) -> Arithmetic:
+    """A token meets 12 width² weights of its own stream in a block: 4 of attention, 8 of an MLP four times as wide."""
+    width = transformer.config.num_attention_heads * transformer.config.attention_head_dim
+    count = len(blocks(transformer))
+    return Arithmetic(per_token=24 * width**2 * count, per_pair=4 * width * count)
+
+
+def _family(name: str, template: Template, view: PromptView) -> Family:
     sees_images = view is not _sees_none
     return Family(
-        name=name,
-        pipeline=pipeline,
+        facts=FACTS[name],
         text_parts=("text_encoder", "tokenizer", *(["processor"] if sees_images else [])),
         image_parts=("vae",),
-        controls=controls,
+        tokenizer_parts=("tokenizer", *(["processor"] if sees_images else [])),
         prompt_view=view,
         reference_view=lambda width, height: Transform(condition_size(width, height, REFERENCE_AREA), "stretch"),
-        defaults=Defaults(num_inference_steps=50, true_cfg_scale=4.0, max_sequence_length=1024),
         tiny=partial(tiny, sees_images=sees_images),
         transformer=QwenImageTransformer2DModel,
         load=load,
         encoder=lambda components, limit: QwenImageEncoder(components, limit, template),
-        tokenizer_parts=("tokenizer", *(["processor"] if sees_images else [])),
         text_counter=lambda components, limit: text_counter(components, limit, template),
         velocity=velocity,
         combine=combine,
         blocks=blocks,
+        widths=widths,
+        arithmetic=arithmetic,
+        noise_shift=NoiseShift.of,
         lora_prefix="",
         original_names=lambda layers: {},
-        text_channels=3584,
     )
 
 
-QWEN_IMAGE = _family("qwen-image", "QwenImagePipeline", TEXT_TO_IMAGE, (0, 0), _sees_none)
-QWEN_IMAGE_EDIT = _family("qwen-image-edit", "QwenImageEditPipeline", ONE_IMAGE, (1, MOST_IMAGES - 1), _sees_first)
-QWEN_IMAGE_EDIT_PLUS = _family(
-    "qwen-image-edit-plus", "QwenImageEditPlusPipeline", PICTURES, (0, MOST_IMAGES - 1), _sees_all
-)
+QWEN_IMAGE = _family("qwen-image", TEXT_TO_IMAGE, _sees_none)
+QWEN_IMAGE_EDIT = _family("qwen-image-edit", ONE_IMAGE, _sees_first)
+QWEN_IMAGE_EDIT_PLUS = _family("qwen-image-edit-plus", PICTURES, _sees_all)
+FAMILIES = {family.name: family for family in (QWEN_IMAGE, QWEN_IMAGE_EDIT, QWEN_IMAGE_EDIT_PLUS)}

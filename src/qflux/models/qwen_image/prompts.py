@@ -74,6 +74,9 @@ class PromptProcessor:
     The full processor also loads a video processor, and with it torchvision.
     """
 
+    saved_as = ("transformers", "Qwen2_5_VLProcessor")
+    """Library and class that other programs load it with."""
+
     def __init__(self, tokenizer: Any, image_processor: Any) -> None:
         self.tokenizer = tokenizer
         self.image_processor = image_processor

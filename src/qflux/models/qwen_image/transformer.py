@@ -21,7 +21,9 @@ from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
 from qflux.models.compat import mask_from_lengths, picklable, register_blocks, require_plain_attention, take_mask
+from qflux.models.mlp import gelu_feed_forward
 from qflux.models.padding import Padding, as_bool
+from qflux.models.qwen_image.facts import MOST_IMAGES
 from qflux.ragged.heads import join_heads, join_turned_heads
 from qflux.ragged.layout import PackedLayout, RaggedLayout
 from qflux.ragged.modulation import ModulatedStream, clip_fp16, norm_modulate
@@ -31,8 +33,7 @@ from qflux.ragged.transfer import upload
 
 ImgShapes = Sequence[Sequence[ImageShape]]
 
-MOST_IMAGES = POSITIONS = 4096
-"""How far diffusers' table of rotary positions reaches: images of a sample, half-sides and text together."""
+POSITIONS = MOST_IMAGES
 
 
 class RaggedQwenImageBlock(QwenImageTransformerBlock):
@@ -67,14 +68,18 @@ class RaggedQwenImageBlock(QwenImageTransformerBlock):
         of_image = layout.image_sample if modulate_index is None else modulate_index
         text_temb = temb if modulate_index is None else temb.chunk(2)[0]
         image = ModulatedStream(
-            hidden_states, of_image, self.img_mod(temb), (self.img_norm1, self.img_norm2), self.img_mlp
+            hidden_states,
+            of_image,
+            self.img_mod(temb),
+            (self.img_norm1, self.img_norm2),
+            functools.partial(gelu_feed_forward, self.img_mlp),
         )
         text = ModulatedStream(
             encoder_hidden_states,
             layout.text_sample,
             self.txt_mod(text_temb),
             (self.txt_norm1, self.txt_norm2),
-            self.txt_mlp,
+            functools.partial(gelu_feed_forward, self.txt_mlp),
         )
         qkv = self._joint_qkv(text.before_attention(), image.before_attention(), image_rotary_emb, layout)
         attended = layout.attend(*qkv)

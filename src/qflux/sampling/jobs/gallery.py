@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,22 @@ from qflux.files.atomic import sweep, sync_folder, write_bytes
 UNFINISHED = ".unfinished"
 MOST_EXIF = 60_000
 """Bytes of notes that fit into the EXIF block of a JPEG."""
+
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+
+
+def image_file(output: Path, images: Sequence[Path]) -> Path:
+    """The name of an image to write; an error if it is none, or somebody's own, or one of the `images` to edit."""
+    if output.suffix.lower() not in SUFFIXES:
+        raise DataError(f"--output {output} is no image file name", "use .png, .jpg or .webp.")
+    if output.is_dir():
+        raise DataError(f"--output {output} is a folder", "give a file name.")
+    if any(output.resolve() == image.resolve() for image in images):
+        raise DataError(f"--output {output} is the image to edit", "give another name.")
+    if output.exists() and not read_notes(output):
+        raise DataError(f"--output {output} is there already, and was not made by qflux", "give another name.")
+    return output
 
 
 class Gallery:

@@ -8,9 +8,6 @@ table    columns (or JSON keys) `image`, `image_1` …, `prompt`, and if wanted 
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +18,8 @@ from typing import Any
 from qflux.config.training import PredictSettings
 from qflux.data.images.decode import SUFFIXES
 from qflux.data.images.sizes import AskedSize, asked_size
+from qflux.data.sources.naming import further_control, masked_base, numbered
+from qflux.data.sources.tables import is_text, read_rows
 from qflux.errors import DataError
 
 COLUMNS = ("image", "images", "prompt", "name", "prompt_2", "negative_prompt", "seed", "size", "height", "width")
@@ -30,7 +29,6 @@ SHEET = "contact_sheet"
 """The name of the picture that shows them all; no job may have it."""
 MOST_NAME = 200
 """Bytes of a name; file systems take 255, and it gets a suffix while it is written."""
-_SURPLUS = "\0"
 _KNOWN = f"known: {', '.join(COLUMNS)}, image_1, …"
 
 
@@ -63,10 +61,8 @@ def read_jobs(path: Path, prompt: str | None = None) -> JobList:
     """The jobs of a folder or a file; `prompt` is for those that have none of their own."""
     if path.is_dir():
         rows = _folder(path)
-    elif path.suffix.lower() == ".csv":
-        rows = _csv(path)
-    elif path.suffix.lower() in (".jsonl", ".ndjson"):
-        rows = _jsonl(path)
+    elif path.suffix.lower() in (".csv", ".tsv", ".jsonl", ".ndjson"):
+        rows = _table(path)
     else:
         raise DataError(f"--jobs {path} is neither a folder nor a .csv or .jsonl file", "give one of these.")
     listed = _listed(rows, path if path.is_dir() else path.parent, prompt)
@@ -124,7 +120,7 @@ def _called(name: Any, place: str) -> str:
 
 def require_text(value: str | None, what: str) -> None:
     """Text that files and tokenizers can hold: no lone halves of characters, no NUL."""
-    if value is not None and ("\0" in value or not _is_unicode(value)):
+    if value is not None and ("\0" in value or not is_text(value)):
         raise DataError(f"{what} holds characters that are none: {value[:60]!r}", "save it as UTF-8.")
 
 
@@ -173,22 +169,14 @@ def _existing(root: Path, value: str) -> Path:
     raise DataError(f"there is no file {path}")
 
 
-def _is_unicode(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _images(row: Mapping[str, Any]) -> list[str]:
     listed = row.get("images")
     if listed is not None:
         if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
             raise DataError(f"images is {listed!r}, not a list of paths")
         return listed
-    numbered = sorted((int(k[6:]), k) for k in row if re.fullmatch(r"image_\d+", k) and row[k] not in (None, ""))
-    keys = [*(["image"] if row.get("image") else []), *(key for _, key in numbered)]
+    further = sorted((n, k) for k in row if (n := numbered(k, "image")) and row[k] not in (None, ""))
+    keys = [*(["image"] if row.get("image") else []), *(key for _, key in further)]
     return [str(row[key]) for key in keys]
 
 
@@ -222,13 +210,14 @@ def _folder(folder: Path) -> Iterator[Row]:
             images.setdefault(file.stem, []).append(file)
     for stem, files in images.items():
         image = files[0]
-        further = re.fullmatch(r"(.+)_control_(\d+)", stem)
+        further = further_control(stem)
         if further:
-            before = further[1] if int(further[2]) == 1 else f"{further[1]}_control_{int(further[2]) - 1}"
+            base, number = further
+            before = base if number == 1 else f"{base}_control_{number - 1}"
             if before not in images:
                 yield image.name, DataError(f"it is a further image of {before}, which is not there")
             continue
-        if stem.removesuffix("_mask") in images.keys() - {stem}:
+        if masked_base(stem, images):
             continue
         if len(files) > 1:
             yield image.name, DataError(f"{' and '.join(file.name for file in files)} would both be {stem}.png")
@@ -248,53 +237,22 @@ def _folder(folder: Path) -> Iterator[Row]:
         yield image.name, row
 
 
-def _csv(path: Path) -> Iterator[Row]:
-    reader = csv.DictReader(io.StringIO(_content(path), newline=""), restkey=_SURPLUS, strict=True)
-    try:
-        names = list(reader.fieldnames or [])
-        unknown = _unknown(names)
-        if unknown:
-            raise DataError(f"{path} has a column {unknown!r} that means nothing here", _KNOWN)
-        twice = [name for name, count in Counter(names).items() if count > 1]
-        if twice:
-            raise DataError(f"{path} has several columns {twice[0]!r}", "give each a name of its own.")
-        for row in reader:
-            place = f"line {reader.line_num}"
-            if _SURPLUS in row:
-                yield place, DataError("it has more cells than there are columns; put texts with commas into quotes")
-            else:
-                yield place, {key: value for key, value in row.items() if value}
-    except csv.Error as error:
-        yield f"line {reader.line_num}", DataError(f"from here on the table can't be read: {error}")
-
-
-def _jsonl(path: Path) -> Iterator[Row]:
-    for number, line in enumerate(_content(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            yield f"line {number}", DataError(f"it is no JSON: {error}")
-            continue
-        if not isinstance(row, dict):
-            yield f"line {number}", DataError(f"it is no JSON object: {line[:40]}")
-        elif unknown := _unknown(row):
-            place = _called(row.get("name"), f"line {number}")
-            yield place, DataError(f"the key {unknown!r} means nothing here; {_KNOWN}")
-        else:
-            yield f"line {number}", row
+def _table(path: Path) -> Iterator[Row]:
+    """The rows of a table in its order, those that can't be read among them."""
+    table = read_rows(path)
+    is_csv = path.suffix.lower() in (".csv", ".tsv")
+    unknown = _unknown(table.columns) if is_csv else None
+    if unknown:
+        raise DataError(f"{path} has a column {unknown!r} that means nothing here", _KNOWN)
+    found: dict[int, dict[str, Any] | DataError] = {number: DataError(problem) for number, problem in table.faults}
+    for number, values in table.rows:
+        row = {key: value for key, value in values.items() if value} if is_csv else dict(values)
+        odd = _unknown(row)
+        found[number] = DataError(f"the key {odd!r} means nothing here; {_KNOWN}") if odd else row
+    for number, content in sorted(found.items()):
+        named = dict(table.rows).get(number, {}).get("name") if isinstance(content, DataError) else None
+        yield _called(named, f"line {number}"), content
 
 
 def _unknown(columns: Iterable[str]) -> str | None:
-    return next((str(c) for c in columns if c not in COLUMNS and not re.fullmatch(r"image_\d+", str(c))), None)
-
-
-def _content(path: Path) -> str:
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            return file.read()
-    except FileNotFoundError:
-        raise DataError(f"--jobs: there is no {path}", "check the path.") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8: {error}", "save it as UTF-8.") from None
+    return next((str(c) for c in columns if c not in COLUMNS and numbered(str(c), "image") is None), None)

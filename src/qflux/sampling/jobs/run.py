@@ -9,15 +9,19 @@ from typing import Any
 
 from PIL import Image
 
+from qflux.adapters.attach import Weighted
+from qflux.config import Config
 from qflux.config.training import PredictSettings
 from qflux.data.images.decode import ImageFile, load_rgb, read_facts
+from qflux.data.packing import fitting
 from qflux.errors import DataError, QfluxError
-from qflux.files.atomic import write_bytes
+from qflux.files.atomic import sweep, write_bytes
 from qflux.files.hashing import key_of
+from qflux.files.locks import exclusive
 from qflux.pictures.drawing import GridRow, edit_grid
 from qflux.sampling.jobs.gallery import Gallery, encoded, read_notes
-from qflux.sampling.jobs.lists import SHEET, Job
-from qflux.sampling.predictor import Edit, Predictor
+from qflux.sampling.jobs.lists import SHEET, Job, JobList
+from qflux.sampling.predictor import Edit, Predictor, provenance
 from qflux.sampling.sampler import Prepared
 
 SHEET_JOBS = 8
@@ -35,6 +39,66 @@ class JobsReport:
     """Those that were there already."""
     problems: list[str] = field(default_factory=list)
     sheet: Path | None = None
+
+    def require_all(self, listed: JobList, output: Path) -> None:
+        """An error that names every job that could not be done."""
+        problems = [*listed.problems, *self.problems]
+        if not problems:
+            return
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        total, done = len(listed.jobs) + len(listed.problems), len(self.made) + len(self.kept)
+        headline = f"{total - done} of {total} jobs can't be done; the other {done} are in {output}"
+        raise DataError(f"{headline if done else 'no job can be done'}:{lines}", "fix them and run again.")
+
+
+def predict_one(
+    config: Config,
+    predictor: Predictor,
+    adapters: Sequence[Weighted],
+    job: Job,
+    output: Path,
+    on_step: Callable[[int, int], None] | None = None,
+) -> Image.Image:
+    """Make one edit, and write it with everything it was made from."""
+    settings = config.predict
+    edit = Edit(
+        controls=tuple(load_rgb(ImageFile(path)) for path in job.images),
+        prompt=job.prompt,
+        prompt_2=job.prompt_2,
+        negative_prompt=settings.negative_prompt if job.negative_prompt is None else job.negative_prompt,
+        seed=settings.seed if job.seed is None else job.seed,
+        size=settings.size if job.size is None else job.size,
+    )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    sweep(output.parent, output.name)
+    (result,) = predictor([edit], on_step=on_step)
+    notes = {
+        "prompt": edit.prompt,
+        "prompt_2": edit.prompt_2,
+        "negative_prompt": edit.negative_prompt,
+        "seed": edit.seed,
+        "size": [result.height, result.width],
+        **provenance(config, predictor, adapters),
+    }
+    write_bytes(output, encoded(result, output.suffix.lower(), notes))
+    return result
+
+
+def predict_many(
+    config: Config,
+    predictor: Predictor,
+    adapters: Sequence[Weighted],
+    jobs: Sequence[Job],
+    output: Path,
+    negative_prompt: str | None,
+    progress: Progress,
+) -> JobsReport:
+    """Make every image of a list that is not in the folder `output` yet."""
+    settings = config.predict
+    negative = settings.negative_prompt if negative_prompt is None else negative_prompt
+    with exclusive(output):
+        run = JobRun(predictor, output, provenance(config, predictor, adapters), settings)
+        return run(jobs, negative, progress)
 
 
 @dataclass(frozen=True)
@@ -114,16 +178,8 @@ class JobRun:
 
     def _batches(self, checked: Sequence[_Checked]) -> list[list[_Checked]]:
         """In the order of the list, as many as fit: the same batches whatever is done already."""
-        batches: list[list[_Checked]] = []
-        room = 0
-        for item in checked:
-            full = bool(batches) and len(batches[-1]) == self._batch_size
-            if item.tokens > room or full or not batches:
-                batches.append([])
-                room = self._max_tokens
-            batches[-1].append(item)
-            room -= item.tokens
-        return batches
+        places = fitting([item.tokens for item in checked], self._max_tokens, self._batch_size)
+        return [[checked[place] for place in batch] for batch in places]
 
     def _make(
         self, batch: Sequence[_Checked], missing: Sequence[_Checked], report: JobsReport, step: Callable[[str], None]

@@ -1,37 +1,32 @@
-"""Everything that can be known about a run before any weight is loaded: what `qflux check` says."""
+"""`qflux check`: everything that can be known about a run before any weight is loaded, told at once."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import torch
-from torch import nn
-
-from qflux.adapters.files import read_adapter
-from qflux.adapters.lora import inject
-from qflux.commands import Trainer
+from qflux.cache.cache import EmbeddingCacheManager
+from qflux.cache.samples import read_samples, require_complete
 from qflux.config import Config
-from qflux.data.images.decode import ImageFile, read_facts
 from qflux.data.lint.inspect import Inspected
 from qflux.errors import CacheError, DataError, QfluxError
-from qflux.models.loading import empty_transformer
-from qflux.models.precision import quantization_config
-from qflux.models.shipped import local_folder
-from qflux.runs.trackers import require_trackers
-from qflux.training.encode import plan_samples, require_complete
-from qflux.training.optimizer.build import build_optimizer, build_schedule
-
-FETCH = "can't be fetched"
-"""What `checkpoint_folder` says of a hub id that is not here."""
+from qflux.models.loading import FETCH
+from qflux.models.pretrained import Pretrained
+from qflux.models.registry import local_folder
+from qflux.training.preflight.probes import (
+    Probe,
+    checkpoint_bytes,
+    require_room,
+    settings_probes,
+    trained_weights,
+)
 
 State = Literal["ok", "warning", "error", "unknown"]
+_MOST = 10
+"""Problems of the data that are told one by one."""
 
 
 @dataclass(frozen=True)
@@ -44,62 +39,34 @@ class Check:
     remedy: str = ""
 
 
-def check(trainer: Trainer, progress: Callable[[str, int, int], None] | None = None) -> Iterator[Check]:
+def check(
+    config: Config, pretrained: Pretrained, store: EmbeddingCacheManager, inspected: Inspected
+) -> Iterator[Check]:
     """Look at everything; what is wrong does not stop the look."""
-    config = trainer.config
-    yield Check("device", "ok", f"{trainer.device}, {config.model.dtype}")
-    inspected = trainer.inspect(progress)
+    yield Check("device", "ok", f"{pretrained.device}, {config.model.dtype}")
     yield from _data(inspected, config)
     steps = inspected.summary.steps_per_epoch
     total = config.train.max_train_steps or steps * config.train.num_epochs
     if steps:
-        largest = max((sum(map(inspected_tokens(inspected), batch)) for batch in _batches(inspected)), default=0)
+        largest = max((sum(sample.tokens for sample in batch) for batch in inspected.batches), default=0)
         yield Check(
             "plan", "ok", f"{total:,} steps, {steps:,} in an epoch; the largest micro-batch: {largest:,} tokens"
         )
-    yield _tried(
-        "optimizer",
-        lambda: build_schedule(
-            config.train, build_optimizer(config.optimizer, [nn.Parameter(torch.zeros(1, 1))]), max(1, total)
-        ),
-        f"{config.optimizer.class_path}, {config.train.lr_scheduler}",
-    )
-    if config.train.trackers:
-        yield _tried("trackers", lambda: require_trackers(config), ", ".join(config.train.trackers))
-    quantization = config.model.quantization
-    if quantization:
-        yield _tried("quantization", lambda: quantization_config(quantization, torch.bfloat16), quantization)
-    for edit in config.validation.edits:
-        for path in edit.images:
-            yield _tried("edits", partial(read_facts, ImageFile(path)), f"validation.edits: {path}")
-    start = config.lora.init_from if config.train.method == "lora" else None
-    if start and not any((config.run_dir / "checkpoints").glob("step-*")):  # a run that goes on does not need it
-        yield _tried("start", lambda: read_adapter(start).require_family(trainer.family), f"lora.init_from: {start}")
-    yield from _checkpoint(trainer)
-    yield from _trained(trainer)
-    yield _cache(trainer)
-
-
-def inspected_tokens(inspected: Inspected) -> Callable[[int], int]:
-    """Tokens of a sample, text and images, by its number."""
-    samples = inspected.samples.all
-    return lambda number: inspected.text_tokens[number] + samples[number].image_tokens
-
-
-def _batches(inspected: Inspected) -> Iterator[list[int]]:
-    for step in inspected.plan or ():
-        for rank in step.ranks:
-            yield from ([visit.sample for visit in batch] for batch in rank if batch)
+    for what, probe in settings_probes(config, pretrained.family, total):
+        yield _tried(what, probe)
+    yield from _checkpoint(pretrained)
+    yield from _trained(config, pretrained)
+    yield _cache(config, pretrained, store)
 
 
 def _data(inspected: Inspected, config: Config) -> Iterator[Check]:
     summary = inspected.summary
-    if not summary.training and not inspected.samples.stored:
+    if not summary.training and not any(sample.images is None for sample in inspected.dataset.training):
         yield Check("data", "error", "there is no sample to train on", "`qflux inspect` shows what is wrong.")
     else:
         found = f"{summary.training} samples, {len(summary.sizes)} sizes, {summary.held_out} held out"
         yield Check("data", "ok", found)
-    fatal = {fault.what: fault.remedy for fault in inspected.samples.faults if fault.is_fatal}
+    fatal = {fault.what: fault.remedy for fault in inspected.dataset.faults if fault.is_fatal}
     errors = [finding for finding in summary.findings if finding.level == "error"]
     if config.data.on_bad_sample == "skip":
         stopping = [finding for finding in errors if finding.what in fatal or finding.kind == "too large"]
@@ -109,21 +76,21 @@ def _data(inspected: Inspected, config: Config) -> Iterator[Check]:
                 "data", "warning", f"{skipped} samples can't be used and are skipped", "`qflux inspect` shows why."
             )
         errors = stopping
-    for finding in errors[:10]:
-        remedy = fatal.get(finding.what) or "mend it, or set data.on_bad_sample: skip."
+    for finding in errors[:_MOST]:
+        remedy = fatal.get(finding.what) or "fix it, or set data.on_bad_sample: skip."
         if finding.kind == "too large":
             remedy = "raise data.max_tokens, or choose smaller areas in data.processor."
         yield Check("data", "error", f"{finding.what}: {finding.detail}", remedy)
-    if len(errors) > 10:
-        yield Check("data", "error", f"{len(errors) - 10} more", "`qflux inspect` lists them all.")
+    if len(errors) > _MOST:
+        yield Check("data", "error", f"{len(errors) - _MOST} more", "`qflux inspect` lists them all.")
     warnings = summary.count("warning")
     if warnings:
         yield Check("data", "warning", f"{warnings} things that are probably not meant", "`qflux inspect` shows them.")
 
 
-def _checkpoint(trainer: Trainer) -> Iterator[Check]:
-    """The parts of a checkpoint that is on this machine: that they are there, and those of the family."""
-    family, folder = trainer.family, local_folder(trainer.config.model.pretrained)
+def _checkpoint(pretrained: Pretrained) -> Iterator[Check]:
+    """The parts of a model that is on this machine: that they are there, and those of the family."""
+    family, folder = pretrained.family, local_folder(pretrained.settings.pretrained)
     if not folder.is_dir():
         return
     for part in ("scheduler", "transformer", *family.text_parts, *family.image_parts):
@@ -132,67 +99,50 @@ def _checkpoint(trainer: Trainer) -> Iterator[Check]:
             yield Check("model", "error", f"{folder} has no folder {part}/", "give a checkpoint in diffusers format.")
         elif is_model and not any((folder / part).glob("*.safetensors")):
             yield Check("model", "error", f"{folder / part} holds no .safetensors file", "fetch the checkpoint again.")
-    try:
-        described = json.loads((folder / "transformer" / "config.json").read_text()).get("_class_name")
-    except (OSError, ValueError, AttributeError):
-        described = None
-    wanted = family.transformer.__name__
+    described, wanted = _class_name(folder / "transformer" / "config.json"), family.transformer.__name__
     if described not in (None, wanted):
         detail = f"{folder} has a {described}, {family.name} needs a {wanted}"
         yield Check("model", "error", detail, "set family to the one the checkpoint is of.")
     try:
-        trainer.text_counter()
+        pretrained.text_counter()
     except QfluxError as error:
         yield Check("model", "error", error.headline, error.remedy)
 
 
-def _trained(trainer: Trainer) -> Iterator[Check]:
-    """The layers that train, from the transformer's description, and the disk their checkpoints take."""
-    config = trainer.config
+def _class_name(file: Path) -> str | None:
     try:
-        with torch.device("meta"):
-            transformer = empty_transformer(trainer.family.transformer, config.model)
-            if config.train.method == "lora":
-                inject(transformer, config.lora, config.seed)
+        found = json.loads(file.read_text()).get("_class_name")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return str(found) if found is not None else None
+
+
+def _trained(config: Config, pretrained: Pretrained) -> Iterator[Check]:
+    """The layers that train, from the transformer's description, and the disk their checkpoints take."""
+    try:
+        trained = trained_weights(config, pretrained.family)
     except QfluxError as error:
         yield _not_known("model", error, "`fit` will look again.")
         return
-    trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad or config.train.method == "full")
     yield Check("model", "ok", f"{config.model.pretrained}: {trained:,} weights train ({config.train.method})")
-    copies = 1 + 2 + (config.train.ema is not None)
-    yield _folder("disk", config.run_dir, 4 * trained * copies * (config.train.keep_checkpoints + 2))
+    yield _tried("disk", lambda: require_room(config.run_dir, checkpoint_bytes(config, trained)))
 
 
-def _folder(what: str, folder: Path, needed: int) -> Check:
-    """Whether a folder can be written to, and has room."""
-    there = folder
-    while not there.exists():
-        there = there.parent
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        return Check(what, "error", f"{folder} can't be made: {there} can't be written to", "choose another folder.")
-    free = shutil.disk_usage(there).free
-    detail = f"checkpoints take up to {needed / 1e6:,.0f} MB, {free / 1e6:,.0f} MB are free: {folder.absolute()}"
-    if free < needed:
-        return Check(what, "error", detail, "free some space, or lower train.keep_checkpoints.")
-    return Check(what, "ok", detail)
-
-
-def _cache(trainer: Trainer) -> Check:
-    config = trainer.config
+def _cache(config: Config, pretrained: Pretrained, store: EmbeddingCacheManager) -> Check:
     if not config.cache.use_cache:
         return Check("cache", "ok", "not used: samples are encoded whenever they train")
-    place = _folder("cache", config.cache_dir, 0)
+    place = _tried("cache", lambda: require_room(config.cache_dir, 0))
     if place.state == "error":
         return place
     try:
-        require_complete(plan_samples(config, trainer.family, trainer.store), trainer.store, config)
+        require_complete(read_samples(config, pretrained.family, store), store, config)
     except CacheError as error:
         return Check("cache", "warning", error.headline, "run `qflux cache` before `qflux fit`.")
     except DataError:
-        return Check("cache", "unknown", "the data have to be mended first")
+        return Check("cache", "unknown", "the data have to be fixed first")
     except QfluxError as error:
         return _not_known("cache", error, "run `qflux cache` before `qflux fit`.")
-    return Check("cache", "ok", f"complete: {trainer.store.root}")
+    return Check("cache", "ok", f"complete: {store.root}")
 
 
 def _not_known(what: str, error: QfluxError, remedy: str) -> Check:
@@ -201,9 +151,8 @@ def _not_known(what: str, error: QfluxError, remedy: str) -> Check:
     return Check(what, "unknown", problem, remedy) if FETCH in problem else Check(what, "error", problem, error.remedy)
 
 
-def _tried(what: str, action: Callable[[], object], detail: str) -> Check:
+def _tried(what: str, probe: Probe) -> Check:
     try:
-        action()
+        return Check(what, "ok", probe())
     except QfluxError as error:
         return Check(what, "error", error.problem, error.remedy)
-    return Check(what, "ok", detail)

@@ -1,10 +1,9 @@
-"""Before a run spends time: everything that would otherwise fail hours later, tried once.
+"""Everything that would otherwise fail hours later, tried once before the first step.
 
-1. what the config names: optimizer, schedule, packages, layers
-2. free disk for the checkpoints
-3. the largest micro-batch of the plan: forward, backward, optimizer step
-4. one held-out edit, in one step
-5. a checkpoint, saved and read again
+1. free disk for the checkpoints
+2. the largest micro-batch of the plan: forward, backward, optimizer step
+3. a checkpoint, saved and read again
+4. one held-out edit, in two steps
 
 Nothing of it stays: gradients are zeroed and the learning rate is 0, so that no parameter moves, and the optimizer
 forgets the step.
@@ -12,94 +11,90 @@ forgets the step.
 
 from __future__ import annotations
 
-import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 
 import torch
-from torch import nn
 
-from qflux.adapters.lora import inject
 from qflux.config import Config
-from qflux.data.batch import EditBatch
+from qflux.data.batch import Batch
 from qflux.errors import CheckpointError, ConfigError, QfluxError
 from qflux.losses.objective import Objective
-from qflux.models import Family
-from qflux.models.loading import empty_transformer
-from qflux.models.precision import quantization_config
-from qflux.runs.trackers import require_trackers
+from qflux.runs.paths import RunPaths
 from qflux.training.checkpoint import Checkpoints, TrainingState
 from qflux.training.distributed import World, local
-from qflux.training.encode import TrainingSample
-from qflux.training.model import TrainedModel, total_size
-from qflux.training.optimizer.build import build_optimizer, build_schedule, set_rate
+from qflux.training.edits import DrawnEdits
+from qflux.training.model import TrainedModel
+from qflux.training.optimizer.schedule import set_rate
 from qflux.training.optimizer.step import Update
-from qflux.training.validation import DrawnEdits
-
-logger = logging.getLogger(__name__)
+from qflux.training.preflight.probes import checkpoint_bytes, require_room
 
 
-def require_parts(config: Config, family: Family, total_steps: int) -> None:
-    """What a config names and may not exist: optimizer, schedule, packages, layers.
+class Rehearsal:
+    """A step that changes nothing, with everything around it."""
 
-    No weight is loaded, and nothing is written.
-    """
-    probe = [nn.Parameter(torch.zeros(1, 1))]
-    build_schedule(config.train, build_optimizer(config.optimizer, probe), total_steps)
-    require_trackers(config)
-    if config.model.quantization:
-        quantization_config(config.model.quantization, torch.bfloat16)
-    if config.train.method == "lora":
-        with torch.device("meta"):
-            inject(empty_transformer(family.transformer, config.model), config.lora, config.seed)
+    def __init__(self, config: Config, model: TrainedModel, state: TrainingState, world: World) -> None:
+        self._config = config
+        self._model = model
+        self._state = state
+        self._world = world
 
+    def require_disk(self) -> None:
+        """An error if the checkpoints that will be kept do not fit on the disk."""
+        weights = sum(parameter.numel() for parameter in self._state.update.parameters.values())
+        paths = RunPaths(self._config.run_dir)
+        paths.root.mkdir(parents=True, exist_ok=True)
+        there = sum(file.stat().st_size for file in paths.checkpoints.rglob("*") if file.is_file())
+        require_room(paths.root, checkpoint_bytes(self._config, weights), there)
 
-def require_disk(config: Config, state: TrainingState) -> None:
-    """An error if the checkpoints that will be kept do not fit on the disk."""
-    parameters = total_size(list(state.update.parameters.values()))
-    copies = 1 + 2 + (state.update.ema is not None)  # weights, two moments, the average
-    kept = config.train.keep_checkpoints + 2  # the best one, and the one that is being written
-    needed = kept * copies * parameters
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    there = sum(file.stat().st_size for file in (config.run_dir / "checkpoints").rglob("*") if file.is_file())
-    free = shutil.disk_usage(config.run_dir).free
-    if free + there < needed:
-        raise QfluxError(
-            f"checkpoints may take {needed / 1e6:,.0f} MB, and {config.run_dir} has {free / 1e6:,.0f} MB left",
-            "free some space, lower train.keep_checkpoints, or choose another output_dir.",
-        )
+    def step(self, batch: Batch, objective: Objective, checkpoints: Checkpoints) -> None:
+        """A step on the batch that needs most memory, a checkpoint of it, and a step after that."""
+        update = self._state.update
+        with _forgotten(update.optimizer):
+            with naming_memory(batch, self._config):
+                loss, _ = objective(self._model.velocity(batch), batch)
+                update.backward(loss)
+                _still_step(update, self._config)
+                if update.ema is not None:
+                    update.ema.follow(0, torch.ones((), device=batch.targets.device))
+                if batch.targets.is_cuda:
+                    torch.cuda.synchronize(batch.targets.device)
+            self._try_checkpoint(checkpoints)
+            _still_step(update, self._config)
 
+    def edit(self, edits: DrawnEdits) -> None:
+        """One held-out edit in two steps, with its decoding."""
+        try:
+            edits(self._model, steps=2, count=1)
+        except torch.OutOfMemoryError as error:
+            raise QfluxError(
+                f"there is not enough memory for a validation image: {_first_line(error)}",
+                "set validation.images: 0, or hold out smaller samples.",
+            ) from error
 
-def rehearse(
-    batch: EditBatch,
-    samples: Sequence[TrainingSample],
-    model: TrainedModel,
-    objective: Objective,
-    state: TrainingState,
-    checkpoints: Checkpoints,
-    world: World,
-    config: Config,
-) -> None:
-    """A step that changes nothing on the batch that needs most memory, a checkpoint of it, and a step after that."""
-    update = state.update
-    with _forgotten(update.optimizer):
-        with naming_memory(samples, batch, config):
-            loss, _ = objective(model.velocity(batch), batch)
-            update.backward(loss)
-            _still_step(update, config)
-            if update.ema is not None:
-                update.ema.follow(0, torch.ones((), device=batch.targets.device))
-            if batch.targets.is_cuda:
-                torch.cuda.synchronize(batch.targets.device)
-        _try_checkpoint(state, checkpoints, world)
-        _still_step(update, config)
+    def _try_checkpoint(self, checkpoints: Checkpoints) -> None:
+        """Save and read a checkpoint, and compare."""
+        state, world = self._state, self._world
+        folder = checkpoints.folder / ".preflight"
+        world.first(lambda: shutil.rmtree(folder, ignore_errors=True))  # what a kill has left
+        trial = Checkpoints(folder, 1, checkpoints.settings, world)
+        before = {name: local(parameter).clone() for name, parameter in state.update.parameters.items()}
+        try:
+            trial.save(0, state)
+            trial.resume(state)
+            changed = [n for n, p in state.update.parameters.items() if not torch.equal(local(p), before[n])]
+            if changed:
+                raise CheckpointError(f"a checkpoint does not give back what was saved: {changed[0]} has changed")
+        finally:
+            if world.is_first:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def _forgotten(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Whatever happens to an optimizer inside is undone: it has not begun yet."""
+    """Undo whatever happens to an optimizer inside the block: it has not begun yet."""
     groups = [{key: deepcopy(value) for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
     try:
         yield
@@ -126,48 +121,19 @@ def _still_step(update: Update, config: Config) -> None:
         ) from error
     if not all(bool(torch.isfinite(local(p)).all()) for p in update.parameters.values()):
         raise ConfigError(
-            "optimizer.init_args: a step with gradients of zero makes parameters that are no numbers",
+            "optimizer.init_args: a step with gradients of zero makes parameters that are NaN",
             "an eps above 0 helps, or train.preflight: false.",
         )
 
 
-def try_edit(edits: DrawnEdits, model: TrainedModel) -> None:
-    """One held-out edit in one step, with its decoding."""
-    try:
-        edits(model, steps=2, count=1)
-    except torch.OutOfMemoryError as error:
-        raise QfluxError(
-            f"there is not enough memory for a validation image: {_first_line(error)}",
-            "set validation.images: 0, or hold out smaller samples.",
-        ) from error
-
-
-def _try_checkpoint(state: TrainingState, checkpoints: Checkpoints, world: World) -> None:
-    """Save and read a checkpoint, and compare."""
-    folder = checkpoints.folder / ".preflight"
-    world.first(lambda: shutil.rmtree(folder, ignore_errors=True))  # what a kill has left
-    trial = Checkpoints(folder, 1, checkpoints.settings, world)
-    before = {name: local(parameter).clone() for name, parameter in state.update.parameters.items()}
-    try:
-        trial.save(0, state)
-        trial.resume(state)
-        changed = [n for n, p in state.update.parameters.items() if not torch.equal(local(p), before[n])]
-        if changed:
-            raise CheckpointError(f"a checkpoint does not give back what was saved: {changed[0]} has changed")
-    finally:
-        if world.is_first:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 @contextmanager
-def naming_memory(samples: Sequence[TrainingSample], batch: EditBatch, config: Config) -> Iterator[None]:
+def naming_memory(batch: Batch, config: Config) -> Iterator[None]:
     """Running out of memory names the samples and what to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        names = ", ".join(
-            f"{sample.example.name} ({tokens} tokens)" for sample, tokens in zip(samples, batch.lengths, strict=True)
-        )
+        pairs = zip(batch.samples, batch.lengths, strict=True)
+        names = ", ".join(f"{sample.name} ({tokens} tokens)" for sample, tokens in pairs)
         total, longest = sum(batch.lengths), max(batch.lengths)
         raise QfluxError(
             f"there is not enough memory for a micro-batch of {total} tokens: {names}. {_first_line(error)}",
@@ -186,7 +152,7 @@ def _remedy(config: Config, total: int, longest: int) -> str:
     if config.model.quantization is None and config.train.method == "lora":
         ways.append("quantize the base (model.quantization: fp8, int8 or nf4)")
     if config.train.method == "full":
-        ways.append("share the model among GPUs (train.distributed: fsdp)")
+        ways.append("shard the model over several GPUs (train.distributed: fsdp)")
     return ", or ".join(ways) + "."
 
 

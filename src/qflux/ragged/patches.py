@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from einops import rearrange
 from torch import Tensor
 
@@ -17,6 +18,12 @@ def unpack(tokens: Tensor, shape: ImageShape) -> Tensor:
     """Tokens `(h * w, 4 C)` as latents `(C, 2 h, 2 w)`."""
     _, rows, columns = shape
     return rearrange(tokens, "(h w) (c p q) -> c (h p) (w q)", h=rows, w=columns, p=2, q=2)
+
+
+def patch_noise(channels: int, shape: ImageShape, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Noise tokens `(h * w, channels)`, drawn as diffusers' pipelines draw the latents `(channels / 4, 2 h, 2 w)`."""
+    _, rows, columns = shape
+    return pack(torch.randn(channels // 4, 2 * rows, 2 * columns, generator=generator, dtype=dtype))
 
 
 def mask_to_tokens(mask: Tensor) -> Tensor:

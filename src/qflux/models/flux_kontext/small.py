@@ -1,13 +1,16 @@
-"""The demo's base model: a FLUX Kontext of 9 million weights that knows the instructions of `instructions`.
+"""The small model that comes with qflux: a FLUX Kontext of 9 million weights.
 
-`scripts/train_demo_base.py` trains it; the result lies beside this file, in half precision.
+`scripts/train_demo_base.py` trains it on the instructions of the demo; the result lies in `demo/model`, in half
+precision.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
-from qflux.demo.instructions import words
 from qflux.models.flux_kontext.components import FluxKontextComponents
 from qflux.models.flux_kontext.tiny import Sizes, small
 
@@ -20,13 +23,12 @@ SIZES = Sizes(
     vae=(24, 48, 72, 96),
     vae_groups=8,
     vae_attention=False,  # squares of a picture can then stand for all of it in training
-    words=tuple(words()),
 )
 
 
-def untrained(seed: int) -> FluxKontextComponents:
-    """All components in float32 on the CPU; equal seeds give equal weights."""
-    parts = small(SIZES, seed)
+def untrained(seed: int, words: Sequence[str]) -> FluxKontextComponents:
+    """All components in float32 on the CPU; equal seeds give equal weights. Of these words each is a token."""
+    parts = small(replace(SIZES, words=tuple(words)), seed)
     # Blocks start as the identity, and the output as zero: deep transformers of this kind train faster so.
     for name, module in parts.transformer.named_modules():
         if isinstance(module, torch.nn.Linear) and (".norm" in name or name in ("norm_out.linear", "proj_out")):

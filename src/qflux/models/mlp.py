@@ -1,4 +1,4 @@
-"""Two shapes of MLP work around a GELU, without passes over memory that a matrix product can do on its way."""
+"""MLPs around a GELU, without passes over memory that a matrix product does on its way. A family says which it has."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
+from diffusers.models.activations import GELU
 from torch import Tensor, nn
 
 from qflux.ragged import fused
 
 
-def feed_forward(mlp: Any, tokens: Tensor) -> Tensor:
-    """diffusers' `FeedForward` with the tanh-approximated GELU."""
+def gelu_feed_forward(mlp: Any, tokens: Tensor) -> Tensor:
+    """diffusers' `FeedForward` whose activation is the tanh-approximated GELU."""
     inner, _, out = mlp.net
-    if _can_fuse(inner.proj, tokens):
+    if isinstance(inner, GELU) and inner.approximate == "tanh" and _can_fuse(inner.proj, tokens):
         return out(fused.gelu_linear(inner.proj, tokens))
     return mlp(tokens)
 
@@ -27,7 +28,7 @@ def gelu_linear(linear: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def linear_of_two(linear: nn.Module, first: Tensor, second: Tensor) -> Tensor:
-    """`linear` of the channels of both."""
+    """`linear(cat([first, second]))`: one product over the channels of two tensors, `(T, C1)` and `(T, C2)`."""
     if _can_fuse(linear, first):
         return fused.linear_of_two(linear, first, second)
     return linear(torch.cat([first, second], dim=1))

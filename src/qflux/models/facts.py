@@ -1,0 +1,97 @@
+"""What is known of a family without loading torch: what configs, `init` and the registry ask for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from qflux.errors import DataError
+from qflux.ragged.shapes import PIXELS_PER_TOKEN
+
+Size = tuple[int, int]
+"""`(height, width)` in pixels."""
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A small model that comes with qflux, and what it is best trained with."""
+
+    name: str
+    """What `model.pretrained` calls it."""
+    family: str
+    folder: Path
+    text_tokens: int
+    """The length every prompt is padded to."""
+    learning_rate: float
+    lora_targets: tuple[str, ...]
+    """A model that small has little to spare, so its modulation trains too."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A family in numbers and names: of its published checkpoint, and of the pipeline that defines it."""
+
+    name: str
+    title: str
+    """What people call it."""
+    hub_id: str
+    """Its own published checkpoint."""
+    pipeline: str
+    """Name of the diffusers pipeline that defines what a prediction is, and loads the LoRA."""
+    trainer: str
+    """Name of the trainer class that is bound to it."""
+    gigabytes: float
+    """Of the transformer, in bfloat16."""
+    width: int
+    """Channels of a token inside the transformer. The plan weighs attention against linear layers by it."""
+    controls: tuple[int, int | None]
+    """The least and the most control images a sample may have."""
+    text_channels: int
+    """Channels of a text token."""
+    image_channels: int
+    """Channels of an image token."""
+    max_sequence_length: int
+    """Text tokens of a prompt, unless a config asks for fewer."""
+    num_inference_steps: int
+    true_cfg_scale: float
+    """1: guidance is built into the model, and a negative prompt has no effect unless somebody asks for it."""
+    lora_targets: tuple[str, ...]
+    """Layers that a LoRA is put on, by the end of their names, unless a config names others."""
+    pixels_per_token: int = PIXELS_PER_TOKEN
+    """Height and width in pixels of what an image token stands for."""
+    size_multiple: int = PIXELS_PER_TOKEN
+    """Heights and widths of images are multiples of this many pixels."""
+    spellings: tuple[str, ...] = ()
+    """Patterns of other checkpoints' names that are of this family."""
+    original_trainer: str | None = None
+    """What configs of the original qflux call it."""
+    size_presets: Mapping[str, tuple[Size, ...]] = field(default_factory=dict)
+    """Lists of sizes that a config may name."""
+    shipped: Shipped | None = None
+
+    @property
+    def attention_tokens(self) -> int:
+        """A sample of this many tokens spends as much on attention as on everything else.
+
+        A block's linear layers cost 24 width² FLOP per token, attention 4 width per pair of tokens.
+        """
+        return 6 * self.width
+
+    def takes(self, controls: int) -> bool:
+        """Whether a sample may have this many controls."""
+        least, most = self.controls
+        return least <= controls and (most is None or controls <= most)
+
+    def check_controls(self, count: int, what: str, remedy: str = "") -> None:
+        """An error if a sample can't have this many controls."""
+        if not self.takes(count):
+            least, most = self.controls
+            allowed = f"{least} or more" if most is None else f"{least}" if least == most else f"{least} to {most}"
+            raise DataError(f"{what}: {count} control images; {self.name} takes {allowed}", remedy)
+
+    def is_spelled(self, pretrained: str) -> bool:
+        """Whether a hub id or a folder's name looks like a checkpoint of this family."""
+        lowered = pretrained.lower()
+        return lowered == self.hub_id.lower() or any(re.search(pattern, lowered) for pattern in self.spellings)

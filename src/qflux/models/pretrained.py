@@ -1,0 +1,74 @@
+"""The model that a config names: its parts, loaded when they are asked for, on the device and in the dtype it says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from qflux.config import Config
+from qflux.errors import ConfigError
+from qflux.launch import launched
+from qflux.models.family import Encoder, Family, TextCounter, text_limit
+from qflux.models.loading import load_transformer
+from qflux.models.precision import dtype_of
+
+
+class Pretrained:
+    """A pretrained model on disk or on the hub. Nothing is kept: who asks for a part owns it, and may let it go."""
+
+    def __init__(self, config: Config, family: Family) -> None:
+        self.family = family
+        self.settings = config.model
+        self.device = device_of(config.model.device)
+        self.dtype = dtype_of(config.model.dtype)
+        self.text_limit = text_limit(config, family)
+
+    def components(self, parts: Sequence[str]) -> Any:
+        """These parts, under the names that the family's pipeline has for them."""
+        return self.family.load(self.settings.pretrained, parts, self.dtype, self.device)
+
+    def transformer(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
+        """The transformer, frozen; in another dtype or place than the config's if one is given."""
+        return load_transformer(
+            self.family.transformer, self.settings, dtype or self.dtype, device if device is not None else self.device
+        )
+
+    def encoder(self, *kinds: str) -> Encoder:
+        """The text encoders ("text"), the image encoder ("image"), or both."""
+        parts = {"text": self.family.text_parts, "image": self.family.image_parts}
+        wanted = [part for kind in kinds for part in parts[kind]]
+        return self.family.encoder(self.components(wanted), self.text_limit)
+
+    def scheduler(self) -> Any:
+        """The noise schedule of the checkpoint."""
+        return self.components(("scheduler",)).scheduler
+
+    def text_counter(self) -> TextCounter:
+        """How long a prompt is, from the checkpoint's tokenizer."""
+        return self.family.text_counter(self.components(self.family.tokenizer_parts), self.text_limit)
+
+    def release_memory(self) -> None:
+        """Give back what parts that are gone have left allocated."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def device_of(name: str) -> torch.device:
+    """The device that a config calls by this name; of several processes on a machine each takes its own GPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{launched().local_rank}"
+    try:
+        if name == "meta":
+            raise RuntimeError("it holds no data")
+        device = torch.empty(0, device=name).device
+        if device.type == "cuda":  # events, collectives and FSDP go by the current device
+            torch.cuda.set_device(device)
+        return device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"model.device: {name!r} can't be used: {str(error).splitlines()[0]}", "try auto or cpu."
+        ) from None
