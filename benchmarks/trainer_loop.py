@@ -36,7 +36,7 @@ def write_samples(folder: Path, scale: Scale, batch: Batch) -> None:
     """Samples as torch files of format 2.0."""
     torch.manual_seed(0)
     for index, (shapes, text) in enumerate(zip(batch.shapes, batch.text_lengths, strict=True)):
-        counts = [rows * columns for _, rows, columns in shapes]
+        counts = [rows * columns for _, rows, columns in shapes.images]
         torch.save(
             {
                 "version": "2.0",
@@ -44,7 +44,7 @@ def write_samples(folder: Path, scale: Scale, batch: Batch) -> None:
                 "pooled_prompt_embeds": torch.randn(768, dtype=scale.dtype),
                 "image_latents": torch.randn(counts[0], 64, dtype=scale.dtype),
                 "control_latents": torch.randn(counts[1], 64, dtype=scale.dtype),
-                "img_shapes": shapes,
+                "img_shapes": shapes.images,
             },
             folder / f"sample_{index}.pt",
         )

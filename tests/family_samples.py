@@ -17,16 +17,16 @@ from torch import Tensor
 from qflux.data.encoded import TextEmbedding
 from qflux.models import get_family
 from qflux.models.family import ModelInputs
+from qflux.models.flux_kontext.positions import image_ids
 from qflux.models.qwen_image.transformer import QwenImageTransformer2DModel
-from qflux.ragged.rope import image_ids
-from qflux.ragged.shapes import ImageShape
+from qflux.ragged.shapes import Shapes
 
 TEXT_WIDTH, POOLED_WIDTH, CHANNELS, GUIDANCE = 32, 24, 64, 3.5
 
 
 @dataclass(frozen=True)
 class Sample:
-    shapes: tuple[ImageShape, ...]
+    shapes: Shapes
     image: Tensor
     text: Tensor
     pooled: Tensor
@@ -40,13 +40,14 @@ class Sample:
 
 
 def random_sample(shapes: Sequence[tuple[int, int]], generator: torch.Generator, text_length: int = 7) -> Sample:
+    grids = [(1, rows, columns) for rows, columns in shapes]
     tokens = sum(rows * columns for rows, columns in shapes)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator)
 
     return Sample(
-        shapes=tuple((1, rows, columns) for rows, columns in shapes),
+        shapes=Shapes(tuple(grids[:1]), tuple(grids[1:])),
         image=normal(tokens, CHANNELS),
         text=normal(text_length, TEXT_WIDTH),
         pooled=normal(POOLED_WIDTH),
@@ -139,7 +140,7 @@ def _qwen_alone(sample: Sample) -> dict[str, Any]:
         "hidden_states": sample.image[None],
         "encoder_hidden_states": sample.text[None],
         "timestep": sample.sigma[None],
-        "img_shapes": [list(sample.shapes)],
+        "img_shapes": [list(sample.shapes.images)],
     }
 
 
@@ -148,7 +149,7 @@ def _qwen_padded(batch: PaddedBatch) -> dict[str, Any]:
         "hidden_states": batch.image,
         "encoder_hidden_states": batch.text,
         "timestep": torch.stack([s.sigma for s in batch.samples]),
-        "img_shapes": [list(s.shapes) for s in batch.samples],
+        "img_shapes": [list(s.shapes.images) for s in batch.samples],
     }
 
 
@@ -201,7 +202,7 @@ class Models:
         """Samples as one ragged batch, as training runs them; one output per sample."""
         inputs = ModelInputs(
             images=torch.cat([s.image for s in samples]),
-            img_shapes=[s.shapes for s in samples],
+            shapes=[s.shapes for s in samples],
             text=[TextEmbedding(s.text, s.pooled) for s in samples],
             sigma=torch.stack([s.sigma for s in samples]),
             guidance=GUIDANCE,

@@ -78,7 +78,7 @@ def test_a_loss_that_is_no_number_stops_the_run_with_the_state_before_it(recipe)
 
     try:
         Objective.__call__ = poisoned
-        with pytest.raises(QfluxError, match=r"step 11: the loss or the gradient is no number"):
+        with pytest.raises(QfluxError, match=r"step 11: the loss or the gradient is NaN or infinite"):
             Trainer(config).fit()
     finally:
         Objective.__call__ = original

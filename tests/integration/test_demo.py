@@ -11,7 +11,6 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 from PIL import Image
-from qflux.models.shipped import FOLDER
 
 from qflux.commands import Trainer
 from qflux.config import load_config
@@ -20,6 +19,7 @@ from qflux.demo.instructions import KINDS, SIZES, draw_instruction
 from qflux.demo.run import SETTINGS, demo_config, run_demo
 from qflux.demo.scenes import draw_scene, render, render_night
 from qflux.errors import ConfigError
+from qflux.models.registry import shipped
 from qflux.sampling.predictor import Edit
 
 
@@ -61,7 +61,7 @@ def test_a_place_that_is_taken_is_named(tmp_path):
     file.write_text("mine")
     with pytest.raises(ConfigError, match=f"{file} can't be made"):
         run_demo(demo_config(file), lambda *_: None)
-    shutil.copytree(FOLDER, tmp_path / "taken" / "model")
+    shutil.copytree(shipped().folder, tmp_path / "taken" / "model")
     with pytest.raises(ConfigError, match="another family"):
         run_demo(demo_config(tmp_path / "taken", family="qwen-image"), lambda *_: None)
 
@@ -93,13 +93,13 @@ def test_a_quarter_of_the_demo_learns_the_edit_on_every_held_out_scene(tmp_path)
 
 
 def test_the_base_is_small_and_safe():
-    files = [file for file in FOLDER.rglob("*") if file.is_file()]
+    files = [file for file in shipped().folder.rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) <= 20e6
     assert {file.suffix for file in files} <= {".safetensors", ".json"}
 
 
 def test_the_base_reconstructs_scenes_of_all_sizes_by_day_and_by_night():
-    vae = AutoencoderKL.from_pretrained(FOLDER / "vae", torch_dtype=torch.float32)
+    vae = AutoencoderKL.from_pretrained(shipped().folder / "vae", torch_dtype=torch.float32)
     rng = random.Random(7)
     for size in SIZES:
         scene = draw_scene(rng, *size)
@@ -127,7 +127,9 @@ def test_the_base_follows_instructions_on_scenes_of_all_sizes(tmp_path):
         )
         for number, item in enumerate(instructions)
     ]
-    config = load_config(SETTINGS, [f"model.pretrained={FOLDER}", f"output_dir={tmp_path}", f"data.path={tmp_path}"])
+    config = load_config(
+        SETTINGS, [f"model.pretrained={shipped().folder}", f"output_dir={tmp_path}", f"data.path={tmp_path}"]
+    )
     done = []
     for item, output in zip(instructions, Trainer(config).predictor([])(edits), strict=True):
         made, given, wanted = (

@@ -26,7 +26,8 @@ from qflux.errors import ConfigError, Interrupted, QfluxError
 from qflux.losses.objective import Objective
 from qflux.models import FluxTransformer2DModel
 from qflux.training import loop as run_module
-from qflux.training.preflight import rehearsal
+from qflux.training.preflight import probes
+from qflux.training.preflight.rehearsal import Rehearsal
 from worlds import World
 
 SGD = ["optimizer.class_path=torch.optim.SGD", "optimizer.init_args={lr: 0.1}"]
@@ -75,10 +76,11 @@ def poison(monkeypatch, visit: int, name: str = "scene_003") -> None:
     original, seen = Objective.__call__, []
 
     def poisoned(self, prediction, batch):
-        if POISONED[name] in batch.ids and torch.is_grad_enabled():
+        ids = [sample.id for sample in batch.samples]
+        if POISONED[name] in ids and torch.is_grad_enabled():
             seen.append(batch)
             if len(seen) == visit:
-                place = batch.ids.index(POISONED[name])
+                place = ids.index(POISONED[name])
                 start = sum(batch.target_lengths[:place])
                 mask = torch.ones_like(prediction)
                 mask[start : start + batch.target_lengths[place]] = math.nan
@@ -94,14 +96,16 @@ POISONED: dict[str, str] = {}
 @pytest.fixture
 def poisonable(config):
     settings = config("train.max_train_steps=8", "train.preflight=false", "train.ema={decay: 0.9}")
-    POISONED.update({sample.example.name: sample.id for sample in Trainer(settings).samples().training})
+    POISONED.update({sample.name: sample.id for sample in Trainer(settings).samples().training})
     return settings
 
 
 def test_a_loss_that_is_no_number_stops_the_run_with_the_samples_name_after_saving(config, poisonable, monkeypatch):
     with monkeypatch.context() as patch:
         poison(patch, visit=2)
-        with pytest.raises(QfluxError, match=r"the loss or the gradient is no number.*of scene_003\. Saved") as caught:
+        with pytest.raises(
+            QfluxError, match=r"the loss or the gradient is NaN or infinite.*of scene_003\. Saved"
+        ) as caught:
             Trainer(poisonable).fit()
     step = int(str(caught.value).split(":")[0].removeprefix("step "))
     saved = poisonable.run_dir / "checkpoints" / f"step-{step - 1:08d}"
@@ -150,7 +154,7 @@ def test_a_tiny_model_overfits_four_mixed_size_samples_and_padded_execution_give
         )
         trainer = Trainer(settings)
         trainer.cache()
-        assert len({sample.img_shapes for sample in trainer.samples().training}) > 1
+        assert len({sample.shapes for sample in trainer.samples().training}) > 1
         trainer.fit()
         held_out = [line["held_out_loss"] for line in lines(settings, "validation.jsonl")]
         curves[execution] = (held_out, [line["loss"] for line in lines(settings)])
@@ -326,7 +330,7 @@ def test_running_out_of_memory_names_the_largest_batch_and_what_to_change(config
     settings = config("data.batch_size=3", "train.max_train_steps=20")
     trainer = Trainer(settings)
     planned = trainer.samples()
-    lengths = {s.example.name: s.image_tokens + 64 for s in planned.training}
+    lengths = {s.name: s.tokens for s in planned.training}
 
     def exhausted(self, batch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore")
@@ -345,7 +349,7 @@ def test_running_out_of_memory_names_the_largest_batch_and_what_to_change(config
 
 def test_too_little_disk_is_found_before_the_first_step(config, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=1000)
-    monkeypatch.setattr(rehearsal.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(probes.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(QfluxError, match=r"checkpoints may take .* MB"):
         Trainer(config()).fit()
 
@@ -531,11 +535,13 @@ def test_the_largest_batch_is_tried_with_everything_dropout_could_take_away(conf
     settings = config("train.control_dropout=0.9", "train.caption_dropout=0.9", "cache.path=null")
     Trainer(settings).cache()
     seen = []
-    original = rehearsal.rehearse
-    monkeypatch.setattr(run_module, "rehearse", lambda batch, *rest: (seen.append(batch), original(batch, *rest)))
+    original = Rehearsal.step
+    monkeypatch.setattr(
+        Rehearsal, "step", lambda self, batch, *rest: (seen.append(batch), original(self, batch, *rest))
+    )
     Trainer(settings).fit()
     (batch,) = seen
-    assert all(len(shapes) > 1 for shapes in batch.img_shapes)
+    assert all(shapes.controls for shapes in batch.shapes)
 
 
 def test_what_a_killed_preflight_leaves_does_not_matter(config):
@@ -552,7 +558,7 @@ def test_a_resumed_run_needs_no_room_for_checkpoints_it_has(config, monkeypatch)
     Trainer(settings).fit()
     there = sum(f.stat().st_size for f in (settings.run_dir / "checkpoints").rglob("*") if f.is_file())
     usage = shutil.disk_usage("/")._replace(free=3 * there)
-    monkeypatch.setattr(rehearsal.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(probes.shutil, "disk_usage", lambda path: usage)
     Trainer(config("train.max_train_steps=2")).fit()
 
 

@@ -213,10 +213,11 @@ def test_held_out_edits_show_what_was_given(config):
     assert any("control 2" in item for item in described)
     assert any("mask" in item for item in described)
     ledger = Trainer(settings).samples()
-    by_name = {sample.example.name: sample for sample in ledger.held_out}
+    by_name = {sample.name: sample for sample in ledger.held_out}
     for item in described:
         sample = by_name[item["name"]]
-        given = sample.transforms[1](Image.open(sample.example.controls[0].path).convert("RGB"))
+        control = sample.images.controls[0]
+        given = control.transform(Image.open(control.ref.path).convert("RGB"))
         assert np.array_equal(Image.open(samples / item["control"]), given)
 
 

@@ -13,6 +13,8 @@ from qflux.files.hashing import file_hash
 from qflux.losses.timesteps import NoiseShift
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
+from qflux.training.distributed import World
+from qflux.training.fit import chart
 from qflux.training.resume_guard import NOISE_SHIFT
 
 QWEN = NoiseShift(max_tokens=8192, max_shift=0.9)
@@ -39,12 +41,17 @@ def state_of(config):
     return folder, json.loads((folder / "state.json").read_text())
 
 
+def course_of(settings):
+    trainer = Trainer(settings)
+    return chart(settings, trainer.pretrained, trainer.samples(), World(), accept_data_change=False)
+
+
 def test_a_new_run_takes_the_checkpoints_schedule_and_records_it(config):
     settings = config()
     Trainer(settings).fit()
     _, state = state_of(settings)
     assert NoiseShift(**state["settings"][NOISE_SHIFT]) == QWEN
-    levels, _ = Trainer(settings)._noise_levels(None)
+    levels = course_of(settings).levels
     assert levels.shift == QWEN
     assert levels.shift.factor(4096) == pytest.approx(2.00, abs=0.01)  # FLUX's would be 3.16
 
@@ -60,13 +67,15 @@ def test_an_old_run_goes_on_with_its_old_schedule_and_says_so(config, caplog):
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
     longer = config("train.max_train_steps=4")
-    levels, recorded = Trainer(longer)._noise_levels({"settings": state["settings"]})
-    assert (levels.shift, recorded) == (NoiseShift(), {})
+    course = course_of(longer)
+    assert course.levels.shift == NoiseShift()
+    assert NOISE_SHIFT not in course.checkpoints.settings
     assert Trainer(longer).fit().resumed_from == 2
     assert "began on a noise schedule with a shift of 0.5 to 1.15 over 256 to 4096 tokens and goes on" in caplog.text
     assert NOISE_SHIFT not in state_of(longer)[1]["settings"], "it stays what it is"
 
 
 def test_a_run_without_a_resolution_shift_needs_no_scheduler(config):
-    levels, recorded = Trainer(config("loss.timesteps.shift=none"))._noise_levels(None)
-    assert (levels.shifted(0.3, 9999), recorded) == (0.3, {})
+    course = course_of(config("loss.timesteps.shift=none"))
+    assert course.levels.shifted(0.3, 9999) == 0.3
+    assert NOISE_SHIFT not in course.checkpoints.settings

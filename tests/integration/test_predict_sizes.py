@@ -109,7 +109,7 @@ def test_the_image_to_edit_follows_the_size_asked_for(preprocessing, size, tmp_p
     assert second == plain[1][1]
     if size[0] < 1000:
         prepared = made.prepare(Edit((photo(300, 200),), "x", size=size))
-        assert prepared.img_shapes[0] == prepared.img_shapes[1] == (1, size[0] // 16, size[1] // 16)
+        assert prepared.shapes.targets == prepared.shapes.controls == ((1, size[0] // 16, size[1] // 16),)
 
 
 def test_an_own_size_of_the_image_to_edit_stays_what_a_lora_has_learnt(tmp_path):

@@ -42,7 +42,7 @@ def test_words_are_limited_and_images_are_not(name, count):
     parts = published(name)
     images = views(name, [photo(1024, 1024, seed) for seed in range(count)])
     words = "make it snow"
-    limit = get_family(name).defaults.max_sequence_length
+    limit = get_family(name).facts.max_sequence_length
     encoder = get_family(name).encoder(parts, TextLimit(limit))
     (embedding,) = encoder.encode_text([Prompt(words, images=images)])
     counted = get_family(name).text_counter(parts, TextLimit(limit))(words, [image.size[::-1] for image in images])

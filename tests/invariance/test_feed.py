@@ -13,23 +13,26 @@ from qflux.data.plan import EpochPlan
 from qflux.errors import CheckpointError, Interrupted
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
-from qflux.training.batches import Feed, assignments, training_plan
+from qflux.training.batches import Batches
+from qflux.training.distributed import World
+from qflux.training.fit import chart
 
 
 def batches(settings) -> list:
     trainer = Trainer(settings)
-    planned = trainer.samples()
-    samples, provider = planned.training, trainer._provider(planned)
-    plan = training_plan(settings, samples, provider)
-    levels, _ = trainer._noise_levels(None)
-    feed = Feed(settings, samples, provider, levels, trainer.family.image_channels, trainer.device, trainer.dtype)
-    return list(feed(item for _, step in plan.steps(0, 4) for item in assignments(step, 0, samples)))
+    dataset, world = trainer.samples(), World()
+    course = chart(settings, trainer.pretrained, dataset, world, accept_data_change=False)
+    channels = trainer.family.facts.image_channels
+    made = Batches(
+        settings, course.plan, dataset.training, course.reader, course.levels, channels, world, trainer.device
+    )
+    return [batch for step in made.steps(0, 4) for batch in step]
 
 
 def assert_equal(first: list, second: list) -> None:
     assert len(first) == len(second) > 0
     for a, b in zip(first, second, strict=True):
-        assert (a.ids, a.img_shapes) == (b.ids, b.img_shapes)
+        assert ([s.id for s in a.samples], a.shapes) == ([s.id for s in b.samples], b.shapes)
         for name in ("targets", "controls", "noise", "sigma", "mask", "weight"):
             assert torch.equal(getattr(a, name), getattr(b, name)), name
         for text, other in zip(a.text, b.text, strict=True):

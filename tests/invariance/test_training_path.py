@@ -109,7 +109,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_names_the_samples(config)
     settings = config(
         "optimizer.class_path=torch.optim.SGD", "optimizer.init_args={lr: 1e30}", "train.max_grad_norm=null"
     )
-    with pytest.raises(QfluxError, match=r"step \d: the loss or the gradient is no number(.|\n)*scene_\d{3}"):
+    with pytest.raises(QfluxError, match=r"step \d: the loss or the gradient is NaN or infinite(.|\n)*scene_\d{3}"):
         Trainer(settings).fit()
     assert not (settings.run_dir / "adapter").exists()
 

@@ -15,7 +15,7 @@ from qflux.config import Config, load_config
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
 from qflux.training import loop as run_module
-from qflux.training.distributed import whole
+from qflux.training.distributed import full_tensor
 from worlds import World
 
 FAMILIES = ("flux-kontext", "qwen-image-edit-plus")
@@ -52,13 +52,16 @@ def recipe(request, tmp_path_factory, data_set):
 
 def train_and_keep(config: Config, rank: int, kept: Path) -> None:
     """Train, and write down the parameters as this process has them at the end."""
-    original = run_module.Run._finish
+    original = run_module.Loop._finish
 
     def keep(self, *args):
-        save_file({n: whole(p).contiguous() for n, p in self._model.parameters.items()}, kept / f"{rank}.safetensors")
+        save_file(
+            {n: full_tensor(p).contiguous() for n, p in self._parts.model.parameters.items()},
+            kept / f"{rank}.safetensors",
+        )
         return original(self, *args)
 
-    run_module.Run._finish = keep
+    run_module.Loop._finish = keep
     Trainer(config).fit()
 
 

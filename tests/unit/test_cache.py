@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
-from qflux.training.encode import encode_example, open_example, variants_of
 from safetensors.torch import load_file, save_file
 
 from qflux.cache.build import CacheFiller, Listener
 from qflux.cache.cache import EmbeddingCacheManager
+from qflux.cache.encode import encode_sample, open_sample
 from qflux.cache.maintenance import verify
+from qflux.cache.samples import keys_of, training_variants
 from qflux.commands import Trainer
 from qflux.config import load_config
 from qflux.errors import CacheError, CheckpointError, ConfigError, DataError
@@ -128,13 +129,13 @@ def test_an_entry_of_another_sample_under_this_name_is_named_not_trained_on(proj
     trainer = Trainer(project("train.num_epochs=1", "train.max_train_steps=null"))
     trainer.cache()
     for sample in trainer.samples().from_images:
-        trainer.store.write("image", sample.keys.images[0], {"latents": torch.zeros(1, 64)})
-        trainer.store.complete(sample.keys)
+        trainer.store.write("image", keys_of(sample).target, {"latents": torch.zeros(1, 64)})
+        trainer.store.complete(keys_of(sample))
     with pytest.raises(CacheError, match=r"\.safetensors has 1 tokens, not"):
         trainer.fit()
     for sample in trainer.samples().from_images:
-        trainer.store.write("image", sample.keys.images[0], {"other": torch.zeros(1, 64)})
-        trainer.store.complete(sample.keys)
+        trainer.store.write("image", keys_of(sample).target, {"other": torch.zeros(1, 64)})
+        trainer.store.complete(keys_of(sample))
     with pytest.raises(CacheError, match="it has no tensor latents"):
         trainer.fit()
 
@@ -321,19 +322,23 @@ def test_same_prompt_with_different_control_images_gives_different_qwen_embeddin
     )
     trainer = Trainer(settings)
     trainer.cache()
-    first, second = (trainer.store.load(sample.keys) for sample in trainer.samples().from_images)
+    first, second = (trainer.store.load(keys_of(sample)) for sample in trainer.samples().from_images)
     assert len(list((settings.cache_dir / "entries/text").rglob("*.safetensors"))) == 2
     assert first.text.tokens.shape == second.text.tokens.shape
     assert not torch.allclose(first.text.tokens, second.text.tokens)
-    assert torch.equal(first.latents[0], second.latents[0]), "the target is the same image, and shared"
+    assert torch.equal(first.target, second.target), "the target is the same image, and shared"
+
+
+def tensors(encoded) -> list[torch.Tensor]:
+    return [encoded.text.tokens, encoded.target, *encoded.controls]
 
 
 def test_batches_of_one_size_are_encoded_together_and_agree_to_rounding(project, tmp_path):
     alone, together = project(), project("cache.batch_size=4", f"cache.path={tmp_path / 'other'}")
     assert new_entries(alone) == new_entries(together)
     for sample in Trainer(alone).samples().from_images:
-        first, second = (Trainer(settings).store.load(sample.keys) for settings in (alone, together))
-        for a, b in zip((first.text.tokens, *first.latents), (second.text.tokens, *second.latents), strict=True):
+        first, second = (Trainer(settings).store.load(keys_of(sample)) for settings in (alone, together))
+        for a, b in zip(tensors(first), tensors(second), strict=True):
             assert torch.allclose(a, b, atol=1e-5)
 
 
@@ -419,12 +424,13 @@ def test_dropout_trains_on_cached_embeddings_of_the_empty_prompt(name, data_set,
     # FLUX's prompt sees no image: one empty prompt serves all. Qwen's does: one per sample, and those without images.
     assert extra == 1 if name == "flux-kontext" else extra > 12
     sample = trainer.samples().from_images[0]
-    encoder = trainer._encoder("text", "image")
-    for variant in variants_of(trainer.config):
-        cached = trainer.store.load(sample.keys, variant)
-        live = encode_example(open_example(sample, variant), encoder)
+    encoder = trainer.pretrained.encoder("text", "image")
+    for variant in training_variants(trainer.config):
+        cached = trainer.store.load(keys_of(sample), variant)
+        live = encode_sample(open_sample(sample, variant), encoder)
         assert torch.equal(cached.text.tokens, live.text.tokens)
-        assert len(cached.latents) == len(live.latents) == (len(sample.facts) if variant.controls else 1)
+        shown = len(sample.images.controls) if variant.controls else 0
+        assert len(cached.controls) == len(live.controls) == shown
     assert trainer.fit().steps == 6
     drawn = [drawn_variant(trainer.config, "sample", visit) for visit in range(400)]
     assert 0.3 < sum(not variant.caption for variant in drawn) / 400 < 0.5

@@ -11,10 +11,12 @@ from torchao.optim import AdamW8bit
 from qflux.config import EmaSettings, TrainSettings
 from qflux.data.plan import Batching, TrainingPlan
 from qflux.errors import CheckpointError
-from qflux.training.checkpoint import FILES, Checkpoints, TrainingState
+from qflux.training.checkpoint import FILES, Checkpoints, TrainingState, read_past
 from qflux.training.distributed import World
-from qflux.training.optimizer.build import build_schedule
-from qflux.training.optimizer.step import Ema, LossScale, Update
+from qflux.training.optimizer.ema import Ema
+from qflux.training.optimizer.loss_scale import LossScale
+from qflux.training.optimizer.schedule import build_schedule
+from qflux.training.optimizer.step import Update
 from qflux.training.resume_guard import known_starts
 
 
@@ -95,10 +97,9 @@ def test_state_in_another_dtype_than_its_parameter_comes_back_in_its_own(tmp_pat
         assert torch.equal(parameter, other.update.parameters[name])
 
 
-def test_a_held_out_loss_that_is_no_number_or_of_another_measure_is_no_competition(tmp_path):
-    checkpoints = Checkpoints(tmp_path, 9, {})
+def test_a_held_out_loss_that_is_nan_or_of_another_measure_is_no_competition(tmp_path):
     for step, (loss, measure) in enumerate([(0.1, "old"), (float("nan"), "new"), (0.7, "new"), (0.8, "new")]):
-        checkpoints.measure = measure
+        checkpoints = Checkpoints(tmp_path, 9, {}, measure=measure)
         checkpoints.save(step, fresh_state(), loss)
     assert checkpoints.best() == (tmp_path / "step-00000002", 0.7)
 
@@ -235,6 +236,6 @@ def test_the_starts_of_epochs_come_back_for_the_same_data_only(tmp_path):
     state = fresh_state()
     state.plan.starts = [0, 3, 7]
     Checkpoints(tmp_path, 1, {"seed": 0, "data (samples)": "abc", "lora": 4}).save(1, state)
-    assert known_starts(Checkpoints(tmp_path, 1).before(), {"seed": 0, "data (samples)": "abc"}) == [0, 3, 7]
-    assert known_starts(Checkpoints(tmp_path, 1).before(), {"seed": 1, "data (samples)": "abc"}) is None
-    assert Checkpoints(tmp_path / "none", 1).before() is None
+    assert known_starts(read_past(tmp_path, World()), {"seed": 0, "data (samples)": "abc"}) == [0, 3, 7]
+    assert known_starts(read_past(tmp_path, World()), {"seed": 1, "data (samples)": "abc"}) is None
+    assert read_past(tmp_path / "none", World()) is None

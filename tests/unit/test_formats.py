@@ -21,11 +21,13 @@ from qflux.adapters.attach import Weighted, attach, attach_all, set_weights
 from qflux.adapters.export import merge, probe, require_same_output, save_verified
 from qflux.adapters.files import Record, names_of, read_adapter
 from qflux.adapters.formats import from_tensors, to_format
+from qflux.adapters.formats.comfyui import COMFYUI
 from qflux.adapters.layers import LoraLayer, LoraLayers, same
 from qflux.adapters.names import Names
 from qflux.adapters.publish import write_card
 from qflux.errors import CheckpointError
 from qflux.models import get_family
+from qflux.sampling.predictor import recorded_preprocessing
 
 FAMILIES = ("flux-kontext", "qwen-image", "qwen-image-edit", "qwen-image-edit-plus")
 FLUX_WIDTH, FLUX_MLP = 3072, 12288
@@ -387,8 +389,9 @@ def test_a_file_that_does_not_read_back_is_not_written_and_the_previous_one_stay
     file = tmp_path / "x.safetensors"
     save_verified(file, random_lora(names, ("to_q",)), "diffusers", names, Record(family.name))
     before = file.read_bytes()
-    broken = lambda layers, form, names: {k: t * 2 for k, t in to_format(layers, form, names).items()}  # noqa: E731
-    monkeypatch.setattr("qflux.adapters.files.to_format", broken)
+    right = type(COMFYUI).write
+    broken = lambda self, layers, names: {k: t * 2 for k, t in right(self, layers, names).items()}  # noqa: E731
+    monkeypatch.setattr(type(COMFYUI), "write", broken)
     with pytest.raises(CheckpointError, match=r"was not written: read back as comfyui, .* is not what was trained"):
         save_verified(file, random_lora(names, ("to_q",)), "comfyui", names, Record(family.name))
     assert file.read_bytes() == before
@@ -546,12 +549,10 @@ def test_a_foreign_dora_of_fused_layers_keeps_each_rows_magnitude(tmp_path):
 
 
 def test_lists_for_controls_of_older_files_are_not_taken_for_todays(config, caplog):
-    from qflux.commands import _preprocessing_of
-
     settings = config("data.processor={target_size: [64, 64], controls_size: [[32, 32]], controls_pixels: 4096}")
     today = Record.of(settings)
-    assert _preprocessing_of(today)["controls_size"] == [[32, 32]]
-    older = _preprocessing_of(replace(today, controls_from=1))
+    assert recorded_preprocessing(today)["controls_size"] == [[32, 32]]
+    older = recorded_preprocessing(replace(today, controls_from=1))
     assert "controls_size" not in older
     assert older["target_size"] == [64, 64]
     assert "controls_size and controls_pixels began with the second control" in caplog.text

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from qflux.config import Candidates, ProcessorSettings
-from qflux.data.images.sizes import KONTEXT_SIZES, ImageProcessor, Transform, best_size, size_for_area
+from qflux.data.images.sizes import ImageProcessor, Transform, best_size, size_for_area
 from qflux.errors import DataError
+from qflux.models.flux_kontext.facts import KONTEXT_SIZES
 
 sides = st.integers(16, 6000)
 areas = st.integers(512 * 512, 1536 * 1536)

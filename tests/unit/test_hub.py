@@ -61,12 +61,12 @@ def test_every_local_form_gives_the_same_samples(table, tmp_path, form):
         table.save_to_disk(str(tmp_path / "saved"))
         path = tmp_path / "saved" if form == "saved" else next((tmp_path / "saved").glob("*.arrow"))
     listing = read_source(source(path, repeats=2))
-    assert [example.prompt for example in listing.examples] == ["one", "two", "three", "four"]
-    assert [len(example.controls) for example in listing.examples] == [2, 1, 0, 1]
-    assert [example.mask is not None for example in listing.examples] == [False, False, False, True]
-    assert {example.rate for example in listing.examples} == {2.0}
-    assert [read_facts(example.target).size for example in listing.examples] == [(32, 16), (48, 16), (64, 16), (80, 16)]
-    assert load_rgb(listing.examples[0].controls[1]).getpixel((0, 0)) == (0, 0, 255)
+    assert [example.prompt for example in listing.samples] == ["one", "two", "three", "four"]
+    assert [len(example.controls) for example in listing.samples] == [2, 1, 0, 1]
+    assert [example.mask is not None for example in listing.samples] == [False, False, False, True]
+    assert {example.rate for example in listing.samples} == {2.0}
+    assert [read_facts(example.target).size for example in listing.samples] == [(32, 16), (48, 16), (64, 16), (80, 16)]
+    assert load_rgb(listing.samples[0].controls[1]).getpixel((0, 0)) == (0, 0, 255)
     assert not listing.faults
 
 
@@ -76,7 +76,7 @@ def test_facts_of_cells_are_kept_while_the_files_stay(table, tmp_path):
     def read() -> int:
         listing = read_source(source(tmp_path / "saved"))
         index = FileIndex(tmp_path / "index.jsonl")
-        index.facts([image for example in listing.examples for image in example.images])
+        index.facts([image for example in listing.samples for image in example.images])
         return index.read
 
     assert read() == 8
@@ -91,7 +91,7 @@ def test_other_columns_and_a_single_control_image(tmp_path):
         features=datasets.Features(after=image, before=image, text=datasets.Value("string")),
     )
     columns = HubColumns(target="after", controls="before", prompt="text")
-    (example,) = read_source(source(save_parquet(table, tmp_path), columns=columns)).examples
+    (example,) = read_source(source(save_parquet(table, tmp_path), columns=columns)).samples
     assert len(example.controls) == 1
     assert str(example.controls[0]).endswith("train.parquet row 0, before")
 
@@ -100,7 +100,7 @@ def test_paths_in_a_table_are_files_beside_it(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data/a.png").write_bytes(png())
     table = datasets.Dataset.from_dict({"target_image": ["a.png"], "prompt": ["x"]})
-    (example,) = read_source(source(save_parquet(table, tmp_path))).examples
+    (example,) = read_source(source(save_parquet(table, tmp_path))).samples
     assert read_facts(example.target).size == (32, 16)
 
 
@@ -119,7 +119,7 @@ def test_bad_rows_are_named_and_the_others_stay(tmp_path):
     assert "train.parquet[train][0]: 0 target images" in problems[0]
     assert "train.parquet[train][1]: control_images has a gap" in problems[1]
     assert "train.parquet[train][2]: prompt is empty" in problems[2]
-    (broken,) = FileIndex(tmp_path / "index").facts(listing.examples[0].controls)
+    (broken,) = FileIndex(tmp_path / "index").facts(listing.samples[0].controls)
     assert isinstance(broken, DataError)
     assert "row 3, control_images 0 can't be read as an image" in str(broken)
 
@@ -146,8 +146,8 @@ def test_a_folder_of_parquet_files_keeps_its_splits(table, tmp_path):
     table.select([3]).to_parquet(str(tmp_path / "data/test-00000-of-00001.parquet"))
     for split, prompts in (("train", ["one", "two", "three"]), ("test", ["four"])):
         listing = read_source(source(tmp_path / "data", split=split))
-        assert [example.prompt for example in listing.examples] == prompts
-        assert read_facts(listing.examples[0].target).width == (32 if split == "train" else 80)
+        assert [example.prompt for example in listing.samples] == prompts
+        assert read_facts(listing.samples[0].target).width == (32 if split == "train" else 80)
 
 
 def test_lists_of_fixed_length_are_lists(tmp_path):
@@ -161,7 +161,7 @@ def test_lists_of_fixed_length_are_lists(tmp_path):
             prompt=datasets.Value("string"),
         ),
     )
-    (example,) = read_source(source(save_parquet(table, tmp_path))).examples
+    (example,) = read_source(source(save_parquet(table, tmp_path))).samples
     assert [read_facts(image).size for image in example.controls] == [(32, 16)] * 2
 
 

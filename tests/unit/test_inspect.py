@@ -63,7 +63,7 @@ def test_a_sample_that_can_not_be_decoded_is_not_counted_on(inspected):
     assert source.faults == sum(f.kind == "unusable" for f in inspected.summary.findings)
     planned = [visit.sample for step in inspected.plan for visit in step.visits]
     assert len(planned) == inspected.summary.training
-    assert "truncated" not in {inspected.samples.training[i].example.name for i in planned}
+    assert "truncated" not in {inspected.samples[i].name for i in planned}
 
 
 def test_equal_samples_can_be_drawn(checkpoint, tmp_path):

@@ -41,7 +41,7 @@ def pairs(root: Path, wish: Wish | None = None) -> list[tuple[list[str], str, st
     base = next(place for place in short if place.is_dir())
     return [
         ([str(c).removeprefix(f"{base}/") for c in e.controls], str(e.target).removeprefix(f"{base}/"), e.prompt)
-        for e in listing.examples
+        for e in listing.samples
     ]
 
 

@@ -54,7 +54,7 @@ def test_closing_early_leaves_no_thread_at_work():
 
 def test_a_read_that_never_returns_does_not_keep_the_process_alive():
     program = (
-        "import time\nfrom qflux.data import reader\nloader.FAREWELL = 0.2\n"
+        "import time\nfrom qflux.data import reader\nreader.FAREWELL = 0.2\n"
         "ahead = reader.read_ahead(lambda seconds: time.sleep(seconds), [0, 1000, 1000], 2)\n"
         "next(ahead)\nahead.close()"
     )
@@ -88,5 +88,5 @@ def test_a_bad_entry_while_training_names_the_sample(config, monkeypatch):
         return original(keys, variant)
 
     monkeypatch.setattr(trainer.store, "load", load)
-    with pytest.raises(Exception, match=rf"sample {victim.example.name} can't be read: MemoryError: no room"):
+    with pytest.raises(Exception, match=rf"sample {victim.name} can't be read: MemoryError: no room"):
         trainer.fit()

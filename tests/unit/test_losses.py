@@ -9,11 +9,13 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxKontextPipeline, Qwen
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 
 from qflux.config import LossSettings, TimestepSettings
-from qflux.data.batch import EditBatch
-from qflux.data.encoded import EncodedExample, TextEmbedding
+from qflux.data.batch import Batch, NoisySample
+from qflux.data.encoded import EncodedSample, TextEmbedding
+from qflux.data.sample import Sample
 from qflux.losses import AttentionMaskMseLoss, MaskEditLoss, MseLoss, Objective
 from qflux.losses.objective import StepSize, sample_weight
 from qflux.losses.timesteps import NoiseLevels, NoiseShift, level_weight
+from qflux.ragged.shapes import Shapes
 
 
 def test_the_mean_is_over_valid_tokens():
@@ -65,16 +67,24 @@ def test_shapes_that_differ_are_refused():
         MseLoss()(torch.zeros(2, 3, 4), torch.zeros(2, 3, 5))
 
 
-def batch_of(sizes: list[int], masks: list[torch.Tensor | None]) -> EditBatch:
+def batch_of(sizes: list[int], masks: list[torch.Tensor | None]) -> Batch:
     torch.manual_seed(0)
-    examples = [
-        EncodedExample(
-            f"s{i}", TextEmbedding(torch.zeros(2, 3)), (torch.randn(n, 4), torch.randn(2, 4)), ((1, 1, n), (1, 1, 2)), m
+    encoded = [
+        EncodedSample(
+            f"s{i}",
+            TextEmbedding(torch.zeros(2, 3)),
+            torch.randn(n, 4),
+            Shapes(((1, 1, n),), ((1, 1, 2),)),
+            (torch.randn(2, 4),),
+            m,
         )
         for i, (n, m) in enumerate(zip(sizes, masks, strict=True))
     ]
-    noise = [torch.randn(n, 4) for n in sizes]
-    return EditBatch.collate(examples, noise, [0.3] * len(sizes), "cpu", torch.float32)
+    items = [
+        NoisySample(Sample(item.id, item.id, "", item.shapes), item, 0.3, torch.randn(n, 4))
+        for n, item in zip(sizes, encoded, strict=True)
+    ]
+    return Batch.collate(items, "cpu", torch.float32)
 
 
 def test_the_noisy_target_lies_between_image_and_noise_and_controls_stay_clean():

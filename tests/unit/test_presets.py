@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from qflux.errors import ConfigError
-from qflux.models import FAMILIES, shipped
+from qflux.models.registry import shipped
 from qflux.start import machine as machines
 from qflux.start import presets
 from qflux.start.machine import Machine
@@ -17,16 +17,6 @@ from qflux.start.presets import choose_model, preset
 from qflux.start.writer import candidates
 
 CPU = Machine()
-
-
-def test_what_is_known_of_families_without_torch_is_what_they_say_themselves():
-    assert presets.FAMILIES.keys() == FAMILIES.keys()
-    for name, known in presets.FAMILIES.items():
-        family = FAMILIES[name]
-        assert known.pipeline == family.pipeline
-        assert known.controls == family.controls
-        assert known.inference_steps == family.defaults.num_inference_steps
-        assert known.has_cfg == (family.defaults.true_cfg_scale > 1)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +76,7 @@ def test_on_a_cpu_nothing_is_compiled_and_everything_is_float32(checkpoint):
 
 def test_without_a_gpu_and_a_checkpoint_the_small_model_is_offered(monkeypatch, tmp_path):
     chosen = choose_model(None, None, CPU, has_controls=True)
-    assert chosen.pretrained == shipped.SMALL
+    assert chosen.pretrained == shipped().name
     assert "there is no GPU here" in chosen.why
     assert choose_model("small", None, Machine("a card", 80), has_controls=True).why == ""
     with_card = choose_model(None, None, Machine("a card", 80), has_controls=True)

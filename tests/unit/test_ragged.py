@@ -10,12 +10,14 @@ from diffusers.models.transformers.transformer_flux import FluxPosEmbed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qflux.models.flux_kontext.positions import image_ids
 from qflux.ragged.attention import masked_attention, ragged_attention
 from qflux.ragged.interleave import Interleave
 from qflux.ragged.layout import PackedLayout, PaddedLayout, padding_ratio
 from qflux.ragged.modulation import take
 from qflux.ragged.patches import mask_to_tokens, pack, unpack
-from qflux.ragged.rope import image_ids, rotary_from, rotate
+from qflux.ragged.rope import rotary_from, rotate
+from qflux.ragged.shapes import Shapes
 
 lengths = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 9)), min_size=1, max_size=6)
 
@@ -84,7 +86,7 @@ def test_padding_ratio():
 
 
 def test_image_ids_are_the_pipelines_with_the_control_number_as_domain():
-    ids = image_ids([[(1, 2, 3), (1, 3, 2), (1, 1, 1)], [(1, 2, 2)]])
+    ids = image_ids([Shapes(((1, 2, 3),), ((1, 3, 2), (1, 1, 1))), Shapes(((1, 2, 2),))])
     grid = FluxKontextPipeline._prepare_latent_image_ids
     expected = [grid(1, rows, columns, "cpu", torch.float32) for rows, columns in ((2, 3), (3, 2), (1, 1), (2, 2))]
     for domain, part in enumerate(expected[:3]):
@@ -94,7 +96,7 @@ def test_image_ids_are_the_pipelines_with_the_control_number_as_domain():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotation_equals_diffusers(dtype):
-    ids = image_ids([[(1, 5, 7), (1, 3, 4)]])
+    ids = image_ids([Shapes(((1, 5, 7),), ((1, 3, 4),))])
     cos, sin = FluxPosEmbed(theta=10000, axes_dim=[4, 6, 6])(ids)
     x = torch.randn(len(ids), 3, 16).to(dtype)
     expected = apply_rotary_emb(x[None], (cos, sin), sequence_dim=1)[0]

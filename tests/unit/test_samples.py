@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 from PIL import Image, ImageFile
-from qflux.training.encode import plan_samples
 
+from qflux.cache.samples import read_samples
 from qflux.commands import Trainer
 from qflux.data.dataset import gather, require_usable
 from qflux.data.images.index import FileIndex
@@ -41,14 +41,14 @@ def test_several_sources_each_with_its_rate(gathered, data_set, tmp_path):
     (tmp_path / "extra/training_images/a.txt").write_text("more")
     sources = f"data.sources=[{{path: {data_set}, repeats: 3}}, {{path: {tmp_path / 'extra'}, weight: 0.5}}]"
     samples = gathered("data.path=null", sources).training
-    assert Counter(sample.example.rate for sample in samples) == {3.0: 12, 0.5: 1}
-    assert {sample.example.source for sample in samples} == {str(data_set), str(tmp_path / "extra")}
+    assert Counter(sample.rate for sample in samples) == {3.0: 12, 0.5: 1}
+    assert {sample.source for sample in samples} == {str(data_set), str(tmp_path / "extra")}
 
 
 def test_equal_samples_become_one_that_trains_as_often_as_all(gathered, data_set):
     sources = f"data.sources=[{{path: {data_set}}}, {{path: {data_set}, repeats: 2}}]"
     result = gathered("data.path=null", sources)
-    assert [sample.example.rate for sample in result.training] == [3.0] * 12
+    assert [sample.rate for sample in result.training] == [3.0] * 12
     assert "12 samples are equal to another one" in " ".join(result.notes)
 
 
@@ -109,8 +109,8 @@ def test_class_images_are_marked_and_never_held_out(gathered, data_set, tmp_path
         Image.new("RGB", (64, 64), (number, 0, 0)).save(tmp_path / f"class/training_images/{number}.png")
         (tmp_path / f"class/training_images/{number}.txt").write_text("a thing")
     result = gathered(f"data.class_sources=[{{path: {tmp_path / 'class'}}}]", "data.held_out={count: 11}")
-    assert Counter(sample.example.is_prior for sample in result.training) == {True: 5, False: 1}
-    assert not any(sample.example.is_prior for sample in result.held_out)
+    assert Counter(sample.is_prior for sample in result.training) == {True: 5, False: 1}
+    assert not any(sample.is_prior for sample in result.held_out)
 
 
 def test_faults_are_an_error_together_or_skipped_by_name(gathered, config, data_set, tmp_path, caplog):
@@ -140,6 +140,6 @@ def test_planning_decodes_no_image(config, monkeypatch):
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("an image was decoded"))
     trainer = Trainer(settings)
     trainer.store.index.path = settings.output_dir / "fresh.jsonl"
-    planned = plan_samples(settings, trainer.family, trainer.store)
+    planned = read_samples(settings, trainer.family, trainer.store)
     assert len(planned.training) == 12
     assert trainer.store.index.read > 12

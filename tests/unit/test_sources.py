@@ -34,7 +34,7 @@ def fault(folder: Path) -> str:
 
 
 def test_a_folder_becomes_samples(folder):
-    a, b = read_folder(folder).examples
+    a, b = read_folder(folder).samples
     assert (a.name, a.prompt) == ("a", "make it red")
     assert [image.path.name for image in a.controls] == ["a.png", "a_control_1.webp", "a_control_2.png"]
     assert a.mask.path.name == "a_mask.png"
@@ -43,20 +43,20 @@ def test_a_folder_becomes_samples(folder):
 
 def test_a_mask_may_lie_beside_the_target(folder):
     (folder / "control_images/a_mask.png").rename(folder / "training_images/a_mask.png")
-    assert read_folder(folder).examples[0].mask.path.parent.name == "training_images"
-    assert len(read_folder(folder).examples) == 2
+    assert read_folder(folder).samples[0].mask.path.parent.name == "training_images"
+    assert len(read_folder(folder).samples) == 2
 
 
 def test_a_target_without_control_is_a_sample(folder):
     (folder / "control_images/b.png").unlink()
-    assert read_folder(folder).examples[1].controls == ()
+    assert read_folder(folder).samples[1].controls == ()
 
 
 def test_names_that_look_like_controls_or_masks_of_nothing_are_targets(folder):
     for name in ("scene_control_1", "the_mask"):
         Image.new("RGB", (16, 16)).save(folder / f"training_images/{name}.png")
         (folder / f"training_images/{name}.txt").write_text("x")
-    assert {example.name for example in read_folder(folder).examples} == {"a", "b", "scene_control_1", "the_mask"}
+    assert {example.name for example in read_folder(folder).samples} == {"a", "b", "scene_control_1", "the_mask"}
 
 
 def test_every_fault_is_reported_with_its_file(folder):
@@ -94,7 +94,7 @@ def test_missing_and_empty_folders_are_named(tmp_path):
     with pytest.raises(DataError, match="training_images"):
         read_folder(tmp_path)
     (tmp_path / "training_images").mkdir()
-    assert read_folder(tmp_path).examples == []
+    assert read_folder(tmp_path).samples == []
 
 
 def test_files_that_are_not_used_are_mentioned(folder):
@@ -128,15 +128,15 @@ def test_a_missing_control_folder_and_subfolders_are_mentioned(folder):
 def test_prompts_from_other_systems_are_read(folder):
     (folder / "training_images/a.txt").unlink()
     (folder / "training_images/a.TXT").write_bytes(b"\xef\xbb\xbfmake it red\r\n")
-    assert read_folder(folder).examples[0].prompt == "make it red"
+    assert read_folder(folder).samples[0].prompt == "make it red"
 
 
 def test_what_is_unclear_about_a_sample_leaves_it_out(folder):
     """Skipping a fault must not mean training without what was meant."""
     Image.new("RGB", (16, 16)).save(folder / "control_images/A_control_1.png")
-    assert [example.name for example in read_folder(folder).examples] == ["b"]
+    assert [example.name for example in read_folder(folder).samples] == ["b"]
     (folder / "control_images/A_control_1.png").unlink()
     Image.new("RGB", (16, 16)).save(folder / "control_images/b_control_01.png")
-    assert [example.name for example in read_folder(folder).examples] == ["a"]
+    assert [example.name for example in read_folder(folder).samples] == ["a"]
     Image.new("RGB", (16, 16)).save(folder / "training_images/a.jpg")
-    assert read_folder(folder).examples == []
+    assert read_folder(folder).samples == []

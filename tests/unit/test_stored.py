@@ -17,7 +17,7 @@ from qflux.cache.torch_files import read_torch
 from qflux.cli import main
 from qflux.commands import Trainer
 from qflux.config import CacheSource, load_config
-from qflux.data.encoded import WHOLE, Variant
+from qflux.data.encoded import COMPLETE, Variant
 from qflux.errors import CacheError, DataError
 from qflux.losses import map_mask_to_latent
 
@@ -75,9 +75,9 @@ def test_every_variant_loads_with_its_shapes(tmp_path, name):
     values, shapes = VARIANTS[name]
     torch.save(values, tmp_path / "a.pt")
     encoded = read_torch(tmp_path / "a.pt")[0].encoded
-    assert list(encoded.img_shapes) == shapes
-    assert torch.equal(encoded.latents[0], values["image_latents"].reshape(-1, 64))
-    assert [len(latents) for latents in encoded.latents] == [h * w for _, h, w in shapes]
+    assert list(encoded.shapes.images) == shapes
+    assert torch.equal(encoded.target, values["image_latents"].reshape(-1, 64))
+    assert [len(latents) for latents in (encoded.target, *encoded.controls)] == [h * w for _, h, w in shapes]
     assert torch.equal(encoded.text.tokens, values["prompt_embeds"].reshape(-1, 32))
     assert torch.equal(encoded.text.pooled, values["pooled_prompt_embeds"].reshape(-1))
 
@@ -87,7 +87,7 @@ def test_configured_defaults_stand_in_for_missing_sizes(tmp_path):
     with pytest.raises(CacheError, match=r"a\.pt does not say its height(.|\n)*default_size"):
         read_torch(tmp_path / "a.pt")
     encoded = read_torch(tmp_path / "a.pt", (64, 96))[0].encoded
-    assert encoded.img_shapes == ((1, 4, 6), (1, 4, 6))
+    assert encoded.shapes.images == ((1, 4, 6), (1, 4, 6))
 
 
 def test_padded_qwen_text_keeps_its_valid_tokens(tmp_path):
@@ -112,8 +112,8 @@ def test_a_mask_in_pixels_is_brought_to_token_space(tmp_path, form):
 def test_the_empty_prompt_serves_caption_dropout(tmp_path):
     torch.save(flux_file(**SIZE) | SIZE | {"empty_prompt_embeds": torch.zeros(1, 8, 32)}, tmp_path / "a.pt")
     (sample,), _ = read_stored(CacheSource(type="cache", path=tmp_path))
-    assert sample.variants == (WHOLE, Variant(caption=False))
-    assert torch.equal(sample.load(Variant(caption=False)).text.tokens, torch.zeros(8, 32))
+    assert sample.embeddings.variants == (COMPLETE, Variant(caption=False))
+    assert torch.equal(sample.embeddings.load(Variant(caption=False)).text.tokens, torch.zeros(8, 32))
 
 
 class Exploit:
@@ -228,13 +228,17 @@ def test_migration_writes_a_new_folder_and_leaves_the_old_one_alone(old_cache, t
     assert not verify(EmbeddingCacheManager(tmp_path / "new")).broken
     old, _ = read_stored(CacheSource(type="cache", path=old_cache))
     new, _ = read_stored(CacheSource(type="cache", path=tmp_path / "new"))
-    by_id = {sample.id: sample.load(WHOLE) for sample in new}
+    by_id = {sample.id: sample.embeddings.load(COMPLETE) for sample in new}
     assert len(by_id) == len(old) == len(VARIANTS)
     for sample in old:
-        first, second = sample.load(WHOLE), by_id[sample.id]
-        assert first.img_shapes == second.img_shapes
-        for a, b in zip((first.text.tokens, *first.latents), (second.text.tokens, *second.latents), strict=True):
+        first, second = sample.embeddings.load(COMPLETE), by_id[sample.id]
+        assert first.shapes == second.shapes
+        for a, b in zip(tensors(first), tensors(second), strict=True):
             assert torch.equal(a, b)
+
+
+def tensors(encoded) -> list[torch.Tensor]:
+    return [encoded.text.tokens, encoded.target, *encoded.controls]
 
 
 def test_migrating_into_the_old_folder_is_refused(old_cache):
@@ -286,7 +290,7 @@ def original(tmp_path) -> Path:
 def test_a_cache_of_the_original_loads_with_its_shapes_and_says_what_was_rebuilt(original, caplog):
     samples, listing = read_stored(CacheSource(type="cache", path=original))
     assert not listing.faults
-    shapes = {sample.example.name: sample.img_shapes for sample in samples}
+    shapes = {sample.name: sample.shapes.images for sample in samples}
     assert shapes == {
         "one": ((1, 4, 6), (1, 4, 6)),
         "two": ((1, 5, 4), (1, 5, 4), (1, 3, 7)),
@@ -294,10 +298,10 @@ def test_a_cache_of_the_original_loads_with_its_shapes_and_says_what_was_rebuilt
     }
     assert "the shapes of 2 samples are rebuilt from position ids" in caplog.text
     for sample in samples:
-        assert sample.variants == (WHOLE, Variant(caption=False))
-    (one,) = (sample for sample in samples if sample.example.name == "one")
+        assert sample.embeddings.variants == (COMPLETE, Variant(caption=False))
+    (one,) = (sample for sample in samples if sample.name == "one")
     stored = torch.load(original / "control_latents" / "onecontrol_latents.pt")
-    assert torch.equal(one.load(WHOLE).latents[1], stored)
+    assert torch.equal(one.embeddings.load(COMPLETE).controls[0], stored)
 
 
 def test_a_cache_of_the_original_trains_and_migrates(original, checkpoint, tmp_path):
@@ -309,7 +313,7 @@ def test_a_cache_of_the_original_trains_and_migrates(original, checkpoint, tmp_p
     assert (result.samples, result.failed) == (3, [])
     old, _ = read_stored(CacheSource(type="cache", path=original))
     new, _ = read_stored(CacheSource(type="cache", path=tmp_path / "new"))
-    assert {s.id: s.img_shapes for s in new} == {s.id: s.img_shapes for s in old}
+    assert {s.id: s.shapes for s in new} == {s.id: s.shapes for s in old}
 
 
 def test_the_originals_qwen_cache_needs_a_size_and_takes_one(tmp_path):
@@ -322,7 +326,7 @@ def test_the_originals_qwen_cache_needs_a_size_and_takes_one(tmp_path):
     _, listing = read_stored(CacheSource(type="cache", path=tmp_path))
     assert "default_size" in listing.faults[0].remedy
     (sample,), _ = read_stored(CacheSource(type="cache", path=tmp_path, default_size=(64, 96)))
-    assert sample.img_shapes == ((1, 4, 6), (1, 4, 6))
+    assert sample.shapes.images == ((1, 4, 6), (1, 4, 6))
     assert sample.text_tokens == 5
 
 
@@ -334,7 +338,7 @@ def test_a_damaged_cache_of_the_original_names_the_file(original, tmp_path):
     (original / "metadata" / "evil.json").write_text(json.dumps({"version": "2.0", "image_latents": "../../secret"}))
     (original / "metadata" / "worse.json").write_text(json.dumps({"version": "2.0", "..": "secret"}))
     samples, listing = read_stored(CacheSource(type="cache", path=original))
-    assert [sample.example.name for sample in samples] == ["said"]
+    assert [sample.name for sample in samples] == ["said"]
     assert len([fault for fault in listing.faults if "leads out" in str(fault)]) == 2
     faults = " ".join(map(str, listing.faults))
     assert "oneprompt_embeds.pt is missing" in faults
@@ -362,13 +366,13 @@ def test_a_file_with_several_samples_gives_each_one(checkpoint, tmp_path):
     torch.save(values, tmp_path / "old" / "batch.pt")
     samples, listing = read_stored(CacheSource(type="cache", path=tmp_path / "old"))
     assert not listing.faults
-    assert [list(sample.img_shapes) for sample in samples] == shapes
+    assert [list(sample.shapes.images) for sample in samples] == shapes
     assert len({sample.id for sample in samples}) == 3
     for row, sample in enumerate(samples):
-        loaded = sample.load(WHOLE)
+        loaded = sample.embeddings.load(COMPLETE)
         assert torch.equal(loaded.text.tokens, values["prompt_embeds"][row])
         assert torch.equal(loaded.mask, values["mask"][row, : targets[row]])
-        assert bool((loaded.latents[0] == row).all())
-        assert all(bool((control == 10 + row).all()) for control in loaded.latents[1:])
+        assert bool((loaded.target == row).all())
+        assert all(bool((control == 10 + row).all()) for control in loaded.controls)
     settings = training_config(checkpoint, tmp_path, [{"type": "cache", "path": str(tmp_path / "old")}])
     assert Trainer(settings).fit().coverage.trained == 3

@@ -26,7 +26,7 @@ def jsonl_source(folder, *rows, **options) -> JsonlSource:
 
 def test_a_csv_row_is_a_sample_with_paths_relative_to_the_file(tmp_path):
     listing = read_source(csv_source(tmp_path, HEADER + 't.png,c.png,d.png,"red, please",m.png\n/abs/t.png,,,plain,\n'))
-    first, second = listing.examples
+    first, second = listing.samples
     assert (first.name, first.prompt) == ("t.png", "red, please")
     assert first.place == f"{tmp_path.name}/table.csv:2"
     assert [image.path for image in first.images] == [tmp_path / name for name in ("t.png", "c.png", "d.png")]
@@ -37,7 +37,7 @@ def test_a_csv_row_is_a_sample_with_paths_relative_to_the_file(tmp_path):
 
 def test_jsonl_has_the_same_fields(tmp_path):
     row = {"path_target": "t.png", "path_control": "c.png", "path_control_1": "d.png", "prompt": "x", "path_mask": None}
-    (example,) = read_source(jsonl_source(tmp_path, row, "")).examples
+    (example,) = read_source(jsonl_source(tmp_path, row, "")).samples
     assert [image.path.name for image in example.images] == ["t.png", "c.png", "d.png"]
     assert (example.name, example.mask) == ("t.png", None)
 
@@ -45,7 +45,7 @@ def test_jsonl_has_the_same_fields(tmp_path):
 def test_columns_and_root_can_be_mapped(tmp_path):
     columns = TableColumns(target="after", control="before", prompt="caption", mask="where")
     text = "after,before,before_1,before_2,caption,where,extra\nt,b,b1,b2,hello,w,9\n"
-    (example,) = read_source(csv_source(tmp_path, text, columns=columns, root=tmp_path / "images")).examples
+    (example,) = read_source(csv_source(tmp_path, text, columns=columns, root=tmp_path / "images")).samples
     assert [image.path.name for image in example.controls] == ["b", "b1", "b2"]
     assert example.mask.path == tmp_path / "images/w"
 
@@ -61,7 +61,7 @@ def test_columns_and_root_can_be_mapped(tmp_path):
 def test_a_bad_row_is_named_and_the_others_stay(tmp_path, row, problem):
     listing = read_source(csv_source(tmp_path, f"{HEADER}{row}\ngood,,,prompt,\n"))
     assert [str(fault) for fault in listing.faults] == [f"{tmp_path.name}/table.csv:2: {problem}"]
-    assert len(listing.examples) == 1
+    assert len(listing.samples) == 1
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_bad_row_is_named_and_the_others_stay(tmp_path, row, problem):
 def test_a_bad_json_line_is_named_and_the_others_stay(tmp_path, line, problem):
     listing = read_source(jsonl_source(tmp_path, {"path_target": "t", "prompt": "p"}, line))
     assert str(listing.faults[0]).startswith(f"{tmp_path.name}/table.jsonl:2: {problem}")
-    assert len(listing.examples) == 1
+    assert len(listing.samples) == 1
 
 
 def test_missing_columns_files_and_odd_encodings_are_errors_with_a_hint(tmp_path):
@@ -94,13 +94,13 @@ def test_a_table_from_a_spreadsheet_is_read(tmp_path):
     (tmp_path / "table.csv").write_bytes(
         b"\xef\xbb\xbf" + (HEADER + 't,c,,"two\nlines",\n').replace("\n", "\r\n").encode()
     )
-    (example,) = read_source(CsvSource(type="csv", path=tmp_path / "table.csv")).examples
+    (example,) = read_source(CsvSource(type="csv", path=tmp_path / "table.csv")).samples
     assert example.prompt.split() == ["two", "lines"]
 
 
 def test_samples_know_their_source_and_rate(tmp_path):
     source = csv_source(tmp_path, HEADER + "t,,,p,\n", repeats=3, weight=0.5)
-    (example,) = read_source(source, is_prior=True).examples
+    (example,) = read_source(source, is_prior=True).samples
     assert (example.rate, example.is_prior, example.source) == (1.5, True, str(tmp_path / "table.csv"))
 
 
@@ -122,12 +122,12 @@ def test_a_row_whose_file_is_missing_is_a_fault_of_that_row(tmp_path, config):
 def test_a_comma_without_quotes_is_a_fault_not_a_shorter_prompt(tmp_path):
     listing = read_source(csv_source(tmp_path, "path_target,prompt\nt.png,make it red, and keep the sky\nt.png,fine\n"))
     assert "a text with a comma needs quotes" in str(listing.faults[0])
-    assert [example.prompt for example in listing.examples] == ["fine"]
+    assert [example.prompt for example in listing.samples] == ["fine"]
 
 
 def test_rows_are_named_by_their_first_line(tmp_path):
     listing = read_source(csv_source(tmp_path, 'path_target,prompt\nt,"two\nlines"\nt,\n'))
-    assert [example.place[-1] for example in listing.examples] == ["2"]
+    assert [example.place[-1] for example in listing.samples] == ["2"]
     assert str(listing.faults[0]).split(":")[1] == "4"
 
 
@@ -135,20 +135,20 @@ def test_samples_are_called_by_their_image_and_told_apart_where_they_share_it(tm
     rows = "a/t.png,one\na/t.png,two\nb/t.png,three\n"
     listing = read_source(csv_source(tmp_path, f"path_target,prompt\n{rows}"))
     place = f"{tmp_path.name}/table.csv"
-    assert [e.name for e in listing.examples] == [f"a/t.png ({place}:2)", f"a/t.png ({place}:3)", "b/t.png"]
+    assert [e.name for e in listing.samples] == [f"a/t.png ({place}:2)", f"a/t.png ({place}:3)", "b/t.png"]
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
 def test_any_separator_will_do(separator, tmp_path):
     text = "path_target,path_control,prompt\nt,c,words\n".replace(",", separator)
-    (example,) = read_source(csv_source(tmp_path, text)).examples
+    (example,) = read_source(csv_source(tmp_path, text)).samples
     assert (example.name, example.prompt, len(example.controls)) == ("t", "words", 1)
 
 
 def test_controls_may_have_columns_of_their_own(tmp_path):
     columns = TableColumns(target="t", controls=("x", "y", "z"), prompt="p")
     listing = read_source(csv_source(tmp_path, "t,x,y,z,p\nt,1,2,,words\nt2,1,,3,words\n", columns=columns))
-    assert [[image.path.name for image in e.controls] for e in listing.examples] == [["1", "2"]]
+    assert [[image.path.name for image in e.controls] for e in listing.samples] == [["1", "2"]]
     assert "y is empty, but z is not" in str(listing.faults[0])
     with pytest.raises(DataError, match="no column 'w'"):
         read_source(
@@ -161,7 +161,7 @@ def test_controls_may_have_columns_of_their_own(tmp_path):
 )
 def test_a_json_list_is_a_table(content, tmp_path):
     (tmp_path / "table.json").write_text(json.dumps(content))
-    (example,) = read_source(JsonlSource(type="jsonl", path=tmp_path / "table.json")).examples
+    (example,) = read_source(JsonlSource(type="jsonl", path=tmp_path / "table.json")).samples
     assert example.name == "t"
     (tmp_path / "table.json").write_text('"words"')
     with pytest.raises(DataError, match="holds no list of samples"):

@@ -8,8 +8,11 @@ import torch
 from qflux.config import EmaSettings, OptimizerSettings, TrainSettings
 from qflux.errors import ConfigError
 from qflux.training.distributed import World
-from qflux.training.optimizer.build import Schedule, build_optimizer, build_schedule
-from qflux.training.optimizer.step import Ema, LossScale, Update
+from qflux.training.optimizer.build import build_optimizer
+from qflux.training.optimizer.ema import Ema
+from qflux.training.optimizer.loss_scale import LossScale
+from qflux.training.optimizer.schedule import Schedule, build_schedule
+from qflux.training.optimizer.step import Update
 
 RATE = 0.1
 

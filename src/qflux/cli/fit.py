@@ -53,9 +53,7 @@ def fit_and_tell(trainer: Trainer, accept_data_change: bool = False) -> None:
         use = f"; its adapter: {best}" if best.is_dir() else ""
         say(f"best checkpoint by held-out loss ({result.best[1]:.4f}): {result.best[0]}{use}")
     if result.skipped_steps:
-        say(
-            f"{result.skipped_steps} steps were skipped: their loss or gradient was NaN or infinite (see metrics.jsonl)."
-        )
+        say(f"{result.skipped_steps} steps were skipped: loss or gradient was NaN or infinite (see metrics.jsonl).")
     for skipped in result.coverage.skipped[:20]:
         say(f"skipped: {skipped}")
     if len(result.coverage.skipped) > 20:

@@ -95,7 +95,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     if problems:
         name = f" {source}" if isinstance(source, str | Path) else ""
         raise collected(ConfigError, f"the configuration{name} is not valid", problems, _REFERENCE)
-    return config
+    return config.completed()
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

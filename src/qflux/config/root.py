@@ -95,6 +95,10 @@ class Config(Section):
         """The layers that train: those of the config, or the family's own."""
         return self.lora.target_modules or registry.facts_of(self.family).lora_targets
 
+    def completed(self) -> Config:
+        """The same with the family's own values where a config leaves open what its result depends on."""
+        return self.model_copy(update={"lora": self.lora.model_copy(update={"target_modules": self.lora_targets})})
+
     @property
     def run_dir(self) -> Path:
         return self.output_dir / self.run_name
@@ -106,7 +110,6 @@ class Config(Section):
     def dump(self) -> dict[str, Any]:
         """Plain values, as they would stand in a config file; without secrets that somebody has put into addresses."""
         values: dict[str, Any] = _redacted(self.model_dump(mode="json"))
-        values["lora"]["target_modules"] = list(self.lora_targets)
         return values
 
     def marked(self, mark: Literal["resume", "record"]) -> dict[str, Any]:

@@ -162,12 +162,12 @@ def _made(
     progress: Progress | None,
 ) -> list[tuple[int, Sample]]:
     """Every usable sample with its number in the list; the others become faults."""
-    images: list[ImageRef] = [ref for sample in listed for ref in sample.images]
+    images: list[ImageRef] = [ref for sample in listed for ref in sample.files]
     facts = iter(index.facts(images, progress))
     processor = ImageProcessor(settings.processor, policy.size_multiple)
     made = []
     for number, sample in enumerate(listed):
-        found = [next(facts) for _ in sample.images]
+        found = [next(facts) for _ in sample.files]
         try:
             known = []
             for fact in found:
@@ -181,7 +181,7 @@ def _made(
 
 
 def _make(listed: ListedSample, facts: Sequence[ImageFacts], processor: ImageProcessor, policy: ImagePolicy) -> Sample:
-    """A sample with its transforms; `facts` are of `listed.images`."""
+    """A sample with its transforms; `facts` are of `listed.files`."""
     of_target, of_controls = facts[0], facts[1 : 1 + len(listed.controls)]
     of_mask = facts[-1] if listed.mask else None
     policy.check_controls(len(listed.controls), str(listed.target))

@@ -27,8 +27,13 @@ class ListedSample:
 
     @property
     def images(self) -> tuple[ImageRef, ...]:
-        """Every image that has to be looked at: target, controls, mask."""
-        return (self.target, *self.controls, *([self.mask] if self.mask else []))
+        """Target and controls, in the order of their tokens."""
+        return (self.target, *self.controls)
+
+    @property
+    def files(self) -> tuple[ImageRef, ...]:
+        """Everything that has to be looked at: the images, then the mask."""
+        return (*self.images, *([self.mask] if self.mask else []))
 
 
 @dataclass(frozen=True)

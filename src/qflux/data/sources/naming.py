@@ -28,5 +28,4 @@ def masked_base(stem: str, bases: Container[str]) -> str | None:
 
 def owner(stem: str) -> str:
     """The name of the sample that a control, a mask or a target of this name would belong to."""
-    control = further_control(stem)
-    return control[0] if control else stem.removesuffix(MASK)
+    return re.sub(rf"{CONTROL}_\d+$|{MASK}$", "", stem)
