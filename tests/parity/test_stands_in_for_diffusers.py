@@ -229,7 +229,7 @@ def test_one_entry_of_shapes_stands_for_all_images_of_its_prompt(zero_cond_t):
     models = Models("qwen-image-edit, zero_cond_t" if zero_cond_t else "qwen-image-edit")
     samples = samples_of([[(3, 4), (2, 2)]] * 2 + [[(2, 3), (1, 5)]] * 2)
     batch = PaddedBatch.of(samples, fill=float("nan"))
-    shapes = [list(samples[0].shapes), list(samples[2].shapes)]
+    shapes = [list(samples[n].shapes.images) for n in (0, 2)]
     output = models.padded(batch, img_shapes=shapes)
     for sample, row in zip(samples, valid_rows(output, samples), strict=True):
         assert (row - models.alone(sample)).abs().max() <= 1e-5
