@@ -17,7 +17,7 @@ from qflux.adapters.attach import Weighted
 from qflux.cli import main
 from qflux.commands import Trainer
 from qflux.config import Config
-from qflux.config.training import PredictSettings
+from qflux.config.sampling import PredictSettings
 from qflux.errors import DataError
 from qflux.sampling.jobs.gallery import Gallery, read_notes
 from qflux.sampling.jobs.lists import read_jobs

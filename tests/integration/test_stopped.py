@@ -60,9 +60,9 @@ if name == 'main':
     builtins.__import__ = slow
 else:
     setattr(spot, name, wait)
-    import qflux.cli.fit
+    import qflux.cli.commands.fit
     if name == 'trainer_of':
-        qflux.cli.fit.trainer_of = wait
+        qflux.cli.commands.fit.trainer_of = wait
 from qflux.cli import main
 main(['fit', '--config', {config_file!r}])
 """

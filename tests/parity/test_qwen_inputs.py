@@ -32,7 +32,9 @@ def test_precomputed_positions_replace_the_shapes(models):
     image = torch.full((*batch.image.shape[:2], half), float("nan"), dtype=torch.complex64)
     text = torch.full((*batch.text.shape[:2], half), float("nan"), dtype=torch.complex64)
     for row, sample in enumerate(samples):
-        turns = models.stock.pos_embed([list(sample.shapes.images)], max_txt_seq_len=len(sample.text), device=image.device)
+        turns = models.stock.pos_embed(
+            [list(sample.shapes.images)], max_txt_seq_len=len(sample.text), device=image.device
+        )
         image[row, : len(sample.image)], text[row, : len(sample.text)] = turns
     output = models.padded(batch, img_shapes=None, image_rotary_emb=(image, text), attention_mask=batch.mask)
     assert_equal_to_alone(models, samples, valid_rows(output, samples))

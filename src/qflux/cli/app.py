@@ -13,19 +13,19 @@ from typing import Annotated, NoReturn
 import typer
 from rich.logging import RichHandler
 
-from qflux.cli.cache import cache_app
-from qflux.cli.checks import check, doctor
-from qflux.cli.demo import demo
-from qflux.cli.export import export
-from qflux.cli.fit import fit
-from qflux.cli.import_config import import_config
-from qflux.cli.init import init
-from qflux.cli.inspect import inspect
-from qflux.cli.predict import predict
-from qflux.cli.report import report
-from qflux.cli.schema import schema
+from qflux.cli.commands.cache import cache_app
+from qflux.cli.commands.checks import check, doctor
+from qflux.cli.commands.demo import demo
+from qflux.cli.commands.export import export
+from qflux.cli.commands.fit import fit
+from qflux.cli.commands.import_config import import_config
+from qflux.cli.commands.init import init
+from qflux.cli.commands.inspect import inspect
+from qflux.cli.commands.predict import predict
+from qflux.cli.commands.report import report
+from qflux.cli.commands.schema import schema
+from qflux.cli.commands.train import train
 from qflux.cli.terminal import QUIET, complain, errors, say
-from qflux.cli.train import train
 from qflux.errors import ConfigError, Interrupted, QfluxError, redacted
 from qflux.launch import launched
 from qflux.version import VERSION

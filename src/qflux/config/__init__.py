@@ -17,19 +17,13 @@ from qflux.config.data import (
     Source,
     TableColumns,
 )
+from qflux.config.loss import LossSettings, TimestepSettings
+from qflux.config.model import LoraSettings, ModelSettings
 from qflux.config.reader import load_config
 from qflux.config.root import Config
+from qflux.config.sampling import ValidationSettings
 from qflux.config.section import STEP, Section
-from qflux.config.training import (
-    EmaSettings,
-    LoraSettings,
-    LossSettings,
-    ModelSettings,
-    OptimizerSettings,
-    TimestepSettings,
-    TrainSettings,
-    ValidationSettings,
-)
+from qflux.config.training import EmaSettings, OptimizerSettings, TrainSettings
 
 __all__ = [
     "STEP",

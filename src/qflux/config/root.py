@@ -9,17 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 
 from qflux.config.data import DataSettings
+from qflux.config.loss import LossSettings
+from qflux.config.model import CacheSettings, LoraSettings, ModelSettings
+from qflux.config.sampling import PredictSettings, ValidationSettings
 from qflux.config.section import DECIDES, FREE, Folder, Marks, Section, Seed
-from qflux.config.training import (
-    CacheSettings,
-    LoraSettings,
-    LossSettings,
-    ModelSettings,
-    OptimizerSettings,
-    PredictSettings,
-    TrainSettings,
-    ValidationSettings,
-)
+from qflux.config.training import OptimizerSettings, TrainSettings
 from qflux.errors import redacted
 from qflux.models import registry
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -14,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from qflux.files.jsonl import read_lines
 from qflux.errors import DataError
+from qflux.files.jsonl import read_lines
 from qflux.runs.ledger import Coverage, coverage, read_ledger
 from qflux.runs.metrics import StepReport, ValidationReport, parsed
 from qflux.runs.paths import RunPaths, steps_of

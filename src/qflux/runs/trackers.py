@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image
 
 from qflux.config import Config
-from qflux.files.hashing import key_of
 from qflux.errors import ConfigError
+from qflux.files.hashing import key_of
 
 
 class Tracker(Protocol):

@@ -227,15 +227,16 @@ class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
         _refuse(conditions)
         require_plain_attention((*self.transformer_blocks, *self.single_transformer_blocks), FluxAttnProcessor)
         known = ("pooled_projections", "timestep", "guidance", "joint_attention_kwargs")
-        return self._forward_ragged(image, text, img_ids, txt_ids, layout, **{name: conditions[name] for name in known})
+        return self._forward_ragged(
+            image, text, (img_ids, txt_ids), layout, **{name: conditions[name] for name in known}
+        )
 
     @apply_lora_scale("joint_attention_kwargs")
     def _forward_ragged(
         self,
         image: Tensor,
         text: Tensor,
-        img_ids: Tensor,
-        txt_ids: Tensor,
+        ids: tuple[Tensor, Tensor],
         layout: RaggedLayout,
         *,
         pooled_projections: Tensor,
@@ -243,6 +244,7 @@ class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
         guidance: Tensor | None,
         joint_attention_kwargs: dict[str, Any] | None,
     ) -> Tensor:
+        img_ids, txt_ids = ids
         image = self.x_embedder(layout.enter_image(image))
         text = self.context_embedder(layout.enter_text(text))
         timestep = timestep.to(image.dtype) * 1000

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qflux.config.training import PredictSettings
+from qflux.config.sampling import PredictSettings
 from qflux.data.images.decode import SUFFIXES
 from qflux.data.images.sizes import AskedSize, asked_size
 from qflux.data.sources.naming import further_control, masked_base, numbered

@@ -11,7 +11,7 @@ from PIL import Image
 
 from qflux.adapters.attach import Weighted
 from qflux.config import Config
-from qflux.config.training import PredictSettings
+from qflux.config.sampling import PredictSettings
 from qflux.data.images.decode import ImageFile, load_rgb, read_facts
 from qflux.data.packing import fitting
 from qflux.errors import DataError, QfluxError

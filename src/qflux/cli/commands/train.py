@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from qflux.cli.cache import cache_and_tell
-from qflux.cli.checks import check_and_tell
-from qflux.cli.fit import fit_and_tell
-from qflux.cli.init import write_and_tell
+from qflux.cli.commands.cache import cache_and_tell
+from qflux.cli.commands.checks import check_and_tell
+from qflux.cli.commands.fit import fit_and_tell
+from qflux.cli.commands.init import write_and_tell
 from qflux.cli.options import AcceptData, DataOptions, Overrides, takes
 from qflux.cli.terminal import expanded, say, trainer_of
 from qflux.errors import ConfigError

@@ -1,0 +1,1 @@
+"""One command per file: parse, call `qflux.commands`, show progress, print."""

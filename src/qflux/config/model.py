@@ -1,0 +1,98 @@
+"""The model, where its embeddings are kept, and the adapter that trains."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from qflux.config.section import (
+    DECIDES,
+    FREE,
+    MATCHES,
+    NOTED,
+    Folder,
+    Names,
+    Section,
+)
+
+
+class ModelSettings(Section):
+    """Which weights, and in what precision they run."""
+
+    pretrained: str = Field(description="a folder or a hub id in diffusers format", json_schema_extra=DECIDES)
+    transformer: Folder | None = Field(
+        default=None,
+        description="a folder with another transformer, for example what a full fine-tuning wrote",
+        json_schema_extra=MATCHES,
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        default="bfloat16",
+        description="of the arithmetic and of frozen weights; what trains is always float32",
+        json_schema_extra=DECIDES,
+    )
+    quantization: Literal["int8", "nf4", "fp8"] | None = Field(
+        default=None,
+        description="of the frozen transformer: nf4 needs qflux[bitsandbytes], int8 and fp8 qflux[torchao]",
+        json_schema_extra=DECIDES,
+    )
+    device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, …", json_schema_extra=FREE)
+    max_sequence_length: int | None = Field(
+        default=None,
+        ge=1,
+        description="text tokens at most; default: what the family takes",
+        json_schema_extra=DECIDES,
+    )
+    on_long_prompt: Literal["error", "truncate"] = Field(
+        default="error",
+        description="what becomes of a longer prompt; those cut are counted",
+        json_schema_extra=FREE,
+    )
+
+
+class CacheSettings(Section):
+    """Where embeddings are kept."""
+
+    use_cache: bool = Field(
+        default=True, description="false: encode every sample again whenever it trains", json_schema_extra=FREE
+    )
+    batch_size: int = Field(
+        default=1,
+        ge=1,
+        description="images or prompts encoded at once; above 1 results differ by rounding",
+        json_schema_extra=FREE,
+    )
+    path: Folder | None = Field(default=None, description="default: <output_dir>/cache", json_schema_extra=FREE)
+
+
+class LoraSettings(Section):
+    """The adapter that trains."""
+
+    type: Literal["lora", "dora", "lokr", "loha"] = Field(
+        default="lora", description="which kind of adapter", json_schema_extra=DECIDES
+    )
+    rank: int = Field(
+        default=16, ge=1, le=2048, description="size of the adapter's inner dimension", json_schema_extra=DECIDES
+    )
+    alpha: float | None = Field(
+        default=None, gt=0, description="default: the rank, so that the scale is 1", json_schema_extra=DECIDES
+    )
+    dropout: float = Field(
+        default=0.0, ge=0.0, lt=1.0, description="of the adapter's input while training", json_schema_extra=DECIDES
+    )
+    target_modules: Names | None = Field(
+        default=None,
+        min_length=1,
+        description="layers, by the end of their names; default: the family's, mostly [to_q, to_k, to_v, to_out.0]",
+        json_schema_extra=DECIDES,
+    )
+    init: Literal["gaussian", "kaiming"] = Field(
+        default="gaussian",
+        description="of the down projection of lora and dora; up is zero",
+        json_schema_extra=DECIDES,
+    )
+    init_from: Folder | None = Field(
+        default=None,
+        description="a LoRA file or an adapter folder to start from instead; of this rank or less",
+        json_schema_extra=NOTED,
+    )
