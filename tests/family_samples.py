@@ -1,6 +1,7 @@
 """Random samples for every family, and what stock diffusers makes of each one alone: the reference of all parity tests.
 
-A new family gets the whole contract of `parity/test_family_parity.py` by adding a `Reference` here.
+A new family gets the whole contract of `parity/test_family_parity.py` and `integration/test_family_contract.py` by
+adding a `Reference` here.
 """
 
 from __future__ import annotations
@@ -8,10 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import diffusers
+import numpy as np
 import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from numpy.typing import NDArray
 from peft import LoraConfig
+from PIL import Image
 from torch import Tensor
 
 from qflux.data.encoded import TextEmbedding
@@ -107,8 +113,15 @@ class Reference:
     """Arguments for diffusers' forward on one sample."""
     padded: Callable[[PaddedBatch], dict[str, Any]]
     """Arguments for qflux's forward in the padded convention, without masks."""
+    draw: Callable[..., NDArray[np.float32]]
+    """`draw(pipe, controls, **options)`: the pipeline's image, at exactly the size it is asked for."""
+    control_counts: tuple[int, ...]
+    """Of six edits that are drawn in one batch."""
     build: Callable[[int], Any] | None = None
     """Builds qflux's transformer, where it is not that of `tiny`."""
+
+    most_controls: int = 1
+    """How many control images the pipeline takes at once."""
 
 
 def _flux_alone(sample: Sample) -> dict[str, Any]:
@@ -153,8 +166,26 @@ def _qwen_padded(batch: PaddedBatch) -> dict[str, Any]:
     }
 
 
-def _qwen(family: str, build: Any = None) -> Reference:
-    return Reference(family, diffusers.QwenImageTransformer2DModel, _qwen_alone, _qwen_padded, build)
+def _flux_draw(pipe: Any, controls: Sequence[Image.Image], **options: Any) -> NDArray[np.float32]:
+    size = options["height"] * options["width"]
+    (image,) = controls
+    return pipe(image=image, max_area=size, _auto_resize=False, guidance_scale=GUIDANCE, **options).images[0]
+
+
+def _qwen_draw(pipe: Any, controls: Sequence[Image.Image], **options: Any) -> NDArray[np.float32]:
+    """The pipelines bring images to 1024 x 1024 pixels; a tiny model is compared at a tiny size."""
+    area, dimensions = options["height"] * options["width"], pipeline_qwenimage_edit.calculate_dimensions
+    image = {"image": list(controls) if len(controls) > 1 else controls[0]} if controls else {}
+    with (
+        patch.object(pipeline_qwenimage_edit, "calculate_dimensions", lambda _, ratio: dimensions(area, ratio)),
+        patch.object(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", area),
+    ):
+        return pipe(**image, **options).images[0]
+
+
+def _qwen(family: str, controls: tuple[int, ...], most: int, build: Any = None) -> Reference:
+    stock = diffusers.QwenImageTransformer2DModel
+    return Reference(family, stock, _qwen_alone, _qwen_padded, _qwen_draw, controls, build, most)
 
 
 def _zero_cond_t(seed: int) -> QwenImageTransformer2DModel:
@@ -163,13 +194,20 @@ def _zero_cond_t(seed: int) -> QwenImageTransformer2DModel:
     return QwenImageTransformer2DModel.from_config({**config, "zero_cond_t": True})
 
 
-REFERENCES = {
-    "flux-kontext": Reference("flux-kontext", diffusers.FluxTransformer2DModel, _flux_alone, _flux_padded),
-    "qwen-image": _qwen("qwen-image"),
-    "qwen-image-edit": _qwen("qwen-image-edit"),
-    "qwen-image-edit-plus": _qwen("qwen-image-edit-plus"),
-    "qwen-image-edit, zero_cond_t": _qwen("qwen-image-edit", _zero_cond_t),
+FAMILY_REFERENCES = {
+    "flux-kontext": Reference(
+        "flux-kontext", diffusers.FluxTransformer2DModel, _flux_alone, _flux_padded, _flux_draw, (1, 2, 0, 1, 3, 1)
+    ),
+    "qwen-image": _qwen("qwen-image", (0,) * 6, 0),
+    "qwen-image-edit": _qwen("qwen-image-edit", (1, 2, 1, 3, 1, 2), 1),
+    "qwen-image-edit-plus": _qwen("qwen-image-edit-plus", (0, 1, 2, 4, 3, 1), 2),
 }
+"""One for each family."""
+REFERENCES = {
+    **FAMILY_REFERENCES,
+    "qwen-image-edit, zero_cond_t": _qwen("qwen-image-edit", (1,) * 6, 1, _zero_cond_t),
+}
+"""And those of variants that a checkpoint may have."""
 
 
 class Models:

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qflux.cache.build import CacheFiller, Listener
 from qflux.cache.cache import EmbeddingCacheManager
+from qflux.cache.filler import CacheFiller, Listener
 from qflux.cache.maintenance import verify
 from qflux.cli import main
 from qflux.commands import Trainer

@@ -145,7 +145,7 @@ def test_a_full_disk_is_named_and_loses_nothing(config_file, tmp_path, capsys, m
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("qflux.data.store.os.fsync", full)
+    monkeypatch.setattr("qflux.files.atomic.os.fsync", full)
     assert run("fit", "--config", path) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert sorted(p.name for p in (tmp_path / "runs/run/checkpoints").iterdir()) == kept
@@ -163,6 +163,6 @@ def test_ctrl_c_while_caching_says_how_to_go_on(config_file, monkeypatch, capsys
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("qflux.commands.plan_samples", interrupt)
+    monkeypatch.setattr("qflux.cache.build.read_samples", interrupt)
     assert run("cache", "--config", config_file()) == 130
     assert "run the same command again to go on from what is saved" in capsys.readouterr().err

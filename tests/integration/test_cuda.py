@@ -68,7 +68,7 @@ def test_nothing_waits_for_the_device_inside_a_step(recipe, extra, dtype, reques
     assert len(steps) > config.train.max_train_steps
 
 
-def test_a_loss_that_is_no_number_stops_the_run_with_the_state_before_it(recipe):
+def test_a_loss_that_is_nan_stops_the_run_with_the_state_before_it(recipe):
     config = recipe("run_name=nan", "train.max_train_steps=30")
     original, seen = Objective.__call__, []
 

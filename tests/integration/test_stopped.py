@@ -87,7 +87,7 @@ def test_what_a_library_makes_of_an_interruption_is_an_interruption(config_file,
         except KeyboardInterrupt:
             raise CheckpointError("it can't be loaded", "fetch the checkpoint again.") from None
 
-    monkeypatch.setattr("qflux.commands.load_transformer", loading)
+    monkeypatch.setattr("qflux.models.pretrained.load_transformer", loading)
     assert run("fit", "--config", config_file) == 130
     assert "fetch the checkpoint again" not in capsys.readouterr().err
 

@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from qflux.commands import Trainer
 from qflux.data import reader
 from qflux.data.reader import read_ahead
 from qflux.errors import CacheError
@@ -75,18 +74,3 @@ def test_a_work_that_times_out_is_an_error_not_a_wait(monkeypatch):
 
     with pytest.raises(TimeoutError, match="the file server"):
         list(read_ahead(work, [1], 1))
-
-
-def test_a_bad_entry_while_training_names_the_sample(config, monkeypatch):
-    trainer = Trainer(config("train.max_train_steps=5"))
-    victim = trainer.samples().training[7]
-    original = trainer.store.load
-
-    def load(keys, variant):
-        if keys.id == victim.id:
-            raise MemoryError("no room")
-        return original(keys, variant)
-
-    monkeypatch.setattr(trainer.store, "load", load)
-    with pytest.raises(Exception, match=rf"sample {victim.name} can't be read: MemoryError: no room"):
-        trainer.fit()

@@ -65,7 +65,8 @@ def test_pictures_links_and_the_tree_are_the_same():
 
 def test_every_file_that_the_tree_names_is_there():
     (tree,) = [block for block in fenced(ENGLISH, "") if block.startswith("recipes/")]
-    known = {path.name for path in (ROOT / "src").rglob("*")} | {path.name for path in ROOT.iterdir()}
+    folders = (ROOT / "src", ROOT / "scripts")
+    known = {path.name for folder in folders for path in folder.rglob("*")} | {path.name for path in ROOT.iterdir()}
     named = set(re.findall(r"[\w.-]+\.py\b", tree)) | {
         name.rstrip("/") for name in re.findall(r"^ *([\w-]+/)", tree, re.M)
     }

@@ -117,7 +117,7 @@ def _attach_product(transformer: Any, file: AdapterFile, weight: float) -> None:
     tensors = {key.removeprefix("transformer."): tensor for key, tensor in file.tensors.items()}
     for key, tensor in tensors.items():
         if not bool(tensor.float().isfinite().all()):
-            raise CheckpointError(f"{file.path}: {key} holds values that are no numbers", "train it again.")
+            raise CheckpointError(f"{file.path}: {key} holds NaN or infinite values", "train it again.")
     alpha = file.description.get("alpha", 1)
     if not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise CheckpointError(f"{file.path}: its settings say alpha: {alpha}", FOREIGN)

@@ -38,7 +38,7 @@ def save_verified(
     """Write a LoRA in a format, read it back, `check` it, and only then let it replace an older file."""
     for name, layer in layers.items():
         if not bool(layer.down.isfinite().all() and layer.up.isfinite().all()):
-            raise CheckpointError(f"{path} is not written: {name} holds values that are no numbers", "train it again.")
+            raise CheckpointError(f"{path} is not written: {name} holds NaN or infinite values", "train it again.")
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name}.{os.getpid()}.check.safetensors")
     try:

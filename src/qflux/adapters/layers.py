@@ -81,7 +81,7 @@ def require_fitting(file: object, layers: Mapping[str, LoraLayer], shapes: Mappi
             raise CheckpointError(f"{file}: the magnitude of {name} has shape {tuple(layer.magnitude.shape)}", FOREIGN)
         for tensor in _tensors(layer):
             if not bool(tensor.float().isfinite().all()):
-                raise CheckpointError(f"{file}: {name} holds values that are no numbers", "train it again.")
+                raise CheckpointError(f"{file}: {name} holds NaN or infinite values", "train it again.")
 
 
 def same(first: Mapping[str, LoraLayer], second: Mapping[str, LoraLayer], rounded: Container[str] = ()) -> str | None:

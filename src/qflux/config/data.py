@@ -285,4 +285,5 @@ class DataSettings(Section):
 
     @property
     def training_sources(self) -> list[Source]:
-        return [FolderSource(path=self.path)] if self.path is not None else list(self.sources)
+        # Without a second validation: the path has been through one.
+        return [FolderSource.model_construct(path=self.path)] if self.path is not None else list(self.sources)

@@ -78,7 +78,11 @@ class PredictSettings(Section):
     output: Folder | None = Field(
         default=None, description="where these edits go; default: the folder predictions", json_schema_extra=FREE
     )
-    lora: Paths = Field(default=(), description="LoRA files or adapter folders to use when the command names none")
+    lora: Paths = Field(
+        default=(),
+        description="LoRA files or adapter folders to use when the command names none",
+        json_schema_extra=FREE,
+    )
     batch_size: int | None = Field(
         default=None,
         ge=1,

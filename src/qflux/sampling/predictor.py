@@ -46,7 +46,7 @@ class Predictor:
         )
         """Encodes an edit."""
         self._settings = config.predict
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def __call__(
         self,
@@ -114,7 +114,7 @@ class Predictor:
         self, prepared: Sequence[Prepared], steps: int | None, guidance: float | None, on_step: OnStep | None
     ) -> list[Tensor]:
         chosen = self.settings(steps, guidance)
-        self._tell_of_guidance(prepared, chosen["true_cfg_scale"])
+        self._warn_of_guidance(prepared, chosen["true_cfg_scale"])
         return self._sampler(
             prepared,
             chosen["num_inference_steps"],
@@ -123,19 +123,19 @@ class Predictor:
             on_step,
         )
 
-    def _tell_of_guidance(self, prepared: Sequence[Prepared], scale: float) -> None:
+    def _warn_of_guidance(self, prepared: Sequence[Prepared], scale: float) -> None:
         """Say once what has no effect: a negative prompt at scale 1, or a scale without a negative prompt."""
         has_negative = any(item.negative is not None for item in prepared)
         if has_negative and scale <= 1:
-            self._tell(f"the negative prompt has no effect: predict.true_cfg_scale is {scale:g}; above 1 it has one")
+            self._warn_once(f"the negative prompt has no effect: predict.true_cfg_scale is {scale:g}, not above 1")
         if not has_negative and (self._settings.true_cfg_scale or 0) > 1:
-            self._tell(
+            self._warn_once(
                 f"predict.true_cfg_scale {scale:g} has no effect without a negative prompt; a space is one (' ')"
             )
 
-    def _tell(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
             logger.warning("%s", text)
 
 

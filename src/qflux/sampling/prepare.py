@@ -57,7 +57,7 @@ class Preparer:
         self._processor = ImageProcessor(self._settings, family.size_multiple) if self._settings else None
         self._device = device
         self._dtype = dtype
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     @property
     def description(self) -> dict[str, Any] | str:
@@ -100,7 +100,7 @@ class Preparer:
         if has_image and transform.crops(width, height):
             left, top, right, bottom = transform.box(width, height)
             lost = 1 - (right - left) * (bottom - top) / (width * height)
-            self._tell(
+            self._warn_once(
                 f"an image of {width}x{height} has another aspect ratio than the {asked[1]}x{asked[0]} asked for: "
                 f"{lost:.0%} of it is cut off; the size 'input' keeps all of it"
             )
@@ -141,7 +141,7 @@ class Preparer:
         step = self._family.size_multiple
         return max(step, round(side / step) * step)
 
-    def _tell(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
             logger.warning("%s", text)

@@ -78,8 +78,8 @@ class Sampler:
         sample = Interleave.build(targets, [0] * len(targets), noise.device).first_sample
         velocity = self._velocity(edits, targets, guidance, true_cfg_scale)
         shift = self._family.noise_shift(self._scheduler)
-        sigmas, told = schedules(self._scheduler, shift, targets, steps, noise.device)
-        return list(denoise(velocity, noise, sample, sigmas, told, on_step).split(targets))
+        sigmas, timesteps = schedules(self._scheduler, shift, targets, steps, noise.device)
+        return list(denoise(velocity, noise, sample, sigmas, timesteps, on_step).split(targets))
 
     def _velocity(
         self, edits: Sequence[Prepared], targets: list[int], guidance: float, scale: float
@@ -108,13 +108,13 @@ class Sampler:
 def schedules(
     scheduler: Any, shift: NoiseShift, target_tokens: Sequence[int], steps: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Noise levels `(n + 1, B)` to integrate over, and the levels `(n, B)` the model is told; diffusers' own.
+    """Noise levels `(n + 1, B)` to integrate over, and the timesteps `(n, B)` in [0, 1] of the model; diffusers' own.
 
     The shift of a sample follows from its own size, so its schedule is the one it would have alone.
     """
     columns = [_one_schedule(scheduler, shift, tokens, steps, device) for tokens in target_tokens]
-    sigmas, told = (torch.stack(list(column), dim=1) for column in zip(*columns, strict=True))
-    return sigmas, told
+    sigmas, timesteps = (torch.stack(list(column), dim=1) for column in zip(*columns, strict=True))
+    return sigmas, timesteps
 
 
 def _one_schedule(
@@ -133,7 +133,7 @@ def denoise(
     latents: Tensor,
     sample: Tensor,
     sigmas: Tensor,
-    told: Tensor,
+    timesteps: Tensor,
     on_step: OnStep | None = None,
 ) -> Tensor:
     """Integrate `latents` `(M, C)` from noise to image.
@@ -141,13 +141,13 @@ def denoise(
     Args:
         velocity: predicts `(M, C)` from latents `(M, C)` and the level `(B,)` of each sample.
         sample: `(M,)` the sample of each token.
-        sigmas, told: from `schedules`.
+        sigmas, timesteps: from `schedules`.
         on_step: called with the number of steps done and their total.
     """
-    for index in range(len(told)):
-        predicted = velocity(latents, told[index])
+    for index in range(len(timesteps)):
+        predicted = velocity(latents, timesteps[index])
         change = (sigmas[index + 1] - sigmas[index])[sample][:, None]
         latents = (latents.float() + change * predicted).to(latents.dtype)
         if on_step:
-            on_step(index + 1, len(told))
+            on_step(index + 1, len(timesteps))
     return latents

@@ -110,8 +110,8 @@ def preset(model: Model, machine: Machine, samples: int, side: float) -> Preset:
     largest = min(LARGEST, round(side))
     if not machine.gpu:
         is_large = model.gigabytes > 1
-        told = f"there is no GPU here: a model of {model.gigabytes:.0f} GB takes minutes for a step on a CPU"
-        notes = (f"{told}; this config is written for it all the same",) if is_large else ()
+        problem = f"there is no GPU here: a model of {model.gigabytes:.0f} GB takes minutes for a step on a CPU"
+        notes = (f"{problem}; this config is written for it all the same",) if is_large else ()
         batch = 1 if is_large else min(4, samples)
         return Preset("float32", None, batch, LARGEST, is_large, False, _steps(samples, batch), notes)
     for quantization, package in ((None, None), ("int8", "torchao"), ("nf4", "bitsandbytes")):
@@ -122,8 +122,8 @@ def preset(model: Model, machine: Machine, samples: int, side: float) -> Preset:
                 return Preset("bfloat16", quantization, size, LARGEST, True, compiled, _steps(samples, size), needs)
     # One at a time, and smaller where that is too much as well.
     fitting = [s for s in (LARGEST, 768, 512) if _needed(model, "nf4", 1, min(s, largest)) <= _room(machine)]
-    told = f"{machine} is little for a model of {model.gigabytes:.0f} GB: steps may run out of memory"
-    needs = (*_needs("bitsandbytes"), *(() if fitting else (told,)))
+    problem = f"{machine} is little for a model of {model.gigabytes:.0f} GB: steps may run out of memory"
+    needs = (*_needs("bitsandbytes"), *(() if fitting else (problem,)))
     return Preset("bfloat16", "nf4", 1, fitting[0] if fitting else 512, True, False, _steps(samples, 1), needs)
 
 

@@ -130,7 +130,7 @@ def doctor(json_: AsJson = False) -> None:
     table.add_row("devices", "\n".join(gpus) or f"no GPU ({cuda}); {found['cpu_threads']} CPU threads")
     table.add_row("attention", ", ".join(name for name, there in found["attention"].items() if there))
     table.add_row("free disk here", amount(found["free_disk_bytes"]))
-    login = "there is one" if found["hub_token"] else "none; gated models (FLUX) need HF_TOKEN or `hf auth login`"
+    login = "there is one" if found["hub_token"] else "none; gated models need HF_TOKEN or `hf auth login`"
     table.add_row("hub token", login)
     if found["offline"]:
         table.add_row("HF_HUB_OFFLINE", "set: nothing is downloaded")

@@ -121,7 +121,7 @@ def _called(name: Any, place: str) -> str:
 def require_text(value: str | None, what: str) -> None:
     """Text that files and tokenizers can hold: no lone halves of characters, no NUL."""
     if value is not None and ("\0" in value or not is_text(value)):
-        raise DataError(f"{what} holds characters that are none: {value[:60]!r}", "save it as UTF-8.")
+        raise DataError(f"{what} holds characters that are not Unicode: {value[:60]!r}", "save it as UTF-8.")
 
 
 def _job(row: Mapping[str, Any], root: Path, default: str | None) -> Job:

@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from qflux.cache.build import CacheFiller, Listener
 from qflux.cache.cache import EmbeddingCacheManager
 from qflux.cache.encode import encode_sample, open_sample
+from qflux.cache.filler import CacheFiller, Listener
 from qflux.cache.maintenance import verify
 from qflux.cache.samples import keys_of, training_variants
 from qflux.commands import Trainer
@@ -435,3 +435,18 @@ def test_dropout_trains_on_cached_embeddings_of_the_empty_prompt(name, data_set,
     drawn = [drawn_variant(trainer.config, "sample", visit) for visit in range(400)]
     assert 0.3 < sum(not variant.caption for variant in drawn) / 400 < 0.5
     assert 0.3 < sum(not variant.controls for variant in drawn) / 400 < 0.5
+
+
+def test_a_bad_entry_while_training_names_the_sample(config, monkeypatch):
+    trainer = Trainer(config("train.max_train_steps=5"))
+    victim = trainer.samples().training[7]
+    original = trainer.store.load
+
+    def load(keys, variant):
+        if keys.id == victim.id:
+            raise MemoryError("no room")
+        return original(keys, variant)
+
+    monkeypatch.setattr(trainer.store, "load", load)
+    with pytest.raises(Exception, match=rf"sample {victim.name} can't be read: MemoryError: no room"):
+        trainer.fit()

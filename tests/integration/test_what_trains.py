@@ -1,0 +1,156 @@
+"""Every kind of adapter, every precision and every optimizer trains, resumes and is written."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from qflux.commands import Trainer
+from qflux.config import Config
+from qflux.errors import ConfigError
+from qflux.models import FluxTransformer2DModel
+
+SGD = ["optimizer.class_path=torch.optim.SGD", "optimizer.init_args={lr: 0.1}"]
+
+
+def lines(config: Config, name: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (config.run_dir / name).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["dora", "lokr", "loha"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_kind_of_adapter_trains_resumes_and_predicts(config, tmp_path, kind, dtype):
+    shared = [f"lora.type={kind}", f"model.dtype={dtype}", "cache.path=null", "optimizer.init_args={lr: 0.02}"]
+    Trainer(config(*shared)).cache()
+    whole = Trainer(config(*shared, "run_name=whole", "train.max_train_steps=4")).fit()
+    Trainer(config(*shared, "run_name=part", "train.max_train_steps=2")).fit()
+    sizes = ["predict.num_inference_steps=2", "predict.preprocessing=config"]
+    settings = config(*shared, "run_name=part", "train.max_train_steps=4", *sizes)
+    rest = Trainer(settings).fit()
+    assert rest.adapter.read_bytes() == whole.adapter.read_bytes()
+    assert {tensor.dtype for tensor in load_file(rest.adapter).values()} == {torch.float32}
+
+    image = Image.effect_noise((96, 96), 80).convert("RGB")
+    trainer = Trainer(settings)
+    (plain,), (edited,) = (trainer.predict([[image]], ["x"], lora=lora) for lora in (None, rest.adapter))
+    assert np.abs(np.asarray(plain, dtype=int) - np.asarray(edited, dtype=int)).max() > 1
+
+
+def test_full_fine_tuning_writes_a_transformer_that_diffusers_loads_and_predict_uses(config):
+    settings = config("train.method=full", "train.max_train_steps=3", *SGD, "predict.num_inference_steps=2")
+    result = Trainer(settings).fit()
+    assert result.adapter == settings.run_dir / "transformer"
+    theirs = diffusers.FluxTransformer2DModel.from_pretrained(result.adapter)
+    trained = load_file(settings.run_dir / "checkpoints" / "step-00000003" / "parameters.safetensors")
+    assert theirs.state_dict().keys() == trained.keys()
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in theirs.state_dict().items())
+    before = FluxTransformer2DModel.from_pretrained(Path(settings.model.pretrained) / "transformer").state_dict()
+    moved = [name for name, tensor in trained.items() if not torch.equal(tensor, before[name])]
+    assert len(moved) > 0.9 * len(trained)
+
+    image = Image.effect_noise((96, 96), 80).convert("RGB")
+    replaced = config(f"model.transformer={result.adapter}", "predict.num_inference_steps=2")
+    (base,), (tuned,) = (Trainer(c).predict([[image]], ["x"]) for c in (settings, replaced))
+    assert np.abs(np.asarray(base, dtype=int) - np.asarray(tuned, dtype=int)).max() > 1
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_float16_trains_with_a_loss_scale_and_float32_weights(config, method):
+    settings = config("model.dtype=float16", "cache.path=null", f"train.method={method}", "train.max_train_steps=4")
+    trainer = Trainer(settings)
+    trainer.cache()
+    result = trainer.fit()
+    assert math.isfinite(result.last_loss)
+    saved = settings.run_dir / "checkpoints" / "step-00000004"
+    assert json.loads((saved / "state.json").read_text())["loss_scale"]["scale"] > 1
+    assert {tensor.dtype for tensor in load_file(saved / "parameters.safetensors").values()} == {torch.float32}
+    assert not all(line["skipped"] for line in lines(settings))
+
+
+def test_full_fine_tuning_in_bf16_keeps_float32_weights_and_writes_bf16(config):
+    settings = config("model.dtype=bfloat16", "cache.path=null", "train.method=full", "train.max_train_steps=2")
+    trainer = Trainer(settings)
+    trainer.cache()
+    result = trainer.fit()
+    saved = settings.run_dir / "checkpoints" / "step-00000002" / "parameters.safetensors"
+    assert {tensor.dtype for tensor in load_file(saved).values()} == {torch.float32}
+    assert {t.dtype for f in result.adapter.glob("*.safetensors") for t in load_file(f).values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_quantized_base_trains_a_lora_close_to_the_one_over_the_plain_base(config, kind):
+    shared = [*SGD, "lora.init=kaiming", "train.max_train_steps=3"]
+    plain = load_file(Trainer(config(*shared, "run_name=plain")).fit().adapter)
+    quantized = load_file(Trainer(config(*shared, f"run_name={kind}", f"model.quantization={kind}")).fit().adapter)
+    start = load_file(Trainer(config(*shared, "run_name=s", "optimizer.init_args={lr: 0.0}")).fit().adapter)
+    flat = [torch.cat([t.flatten() for _, t in sorted(w.items())]) for w in (plain, quantized, start)]
+    moved, apart = (flat[0] - flat[2]).norm(), (flat[0] - flat[1]).norm()
+    assert 0 < apart < 0.3 * moved
+
+
+@pytest.mark.parametrize("every", ["true", "2", "3"])
+def test_checkpointing_some_blocks_changes_nothing(config, every):
+    first = Trainer(config(*SGD, "run_name=none")).fit().adapter
+    second = Trainer(config(*SGD, "run_name=some", f"train.gradient_checkpointing={every}")).fit().adapter
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_checkpointing_every_second_block_recomputes_every_second_block(config, monkeypatch):
+    from qflux.training import model
+
+    calls = []
+    original = model.checkpoint
+    monkeypatch.setattr(model, "checkpoint", lambda block, *a, **k: calls.append(block) or original(block, *a, **k))
+    settings = config("train.gradient_checkpointing=2", "train.max_train_steps=1", "train.preflight=false")
+    Trainer(settings).fit()
+    transformer = FluxTransformer2DModel.from_pretrained(Path(settings.model.pretrained) / "transformer")
+    blocks = len(transformer.transformer_blocks) + len(transformer.single_transformer_blocks)
+    assert len(calls) == (blocks + 1) // 2
+
+
+def test_the_run_ends_with_the_average_if_there_is_one(config):
+    settings = config("train.ema={decay: 0.5, warmup: false}", "train.max_train_steps=4", *SGD)
+    adapter = load_file(Trainer(settings).fit().adapter)
+    average = load_file(settings.run_dir / "checkpoints" / "step-00000004" / "ema.safetensors")
+    for name, tensor in average.items():
+        assert torch.equal(adapter["transformer." + name.replace(".default.", ".")], tensor)
+
+
+def test_a_wrong_method_for_a_quantized_base_is_a_config_error(config):
+    with pytest.raises(ConfigError, match=r"train\.method: full trains every weight"):
+        config("model.quantization=nf4", "train.method=full")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "arguments"),
+    [("torchao.optim.AdamW8bit", "{lr: 0.001, block_size: 64}"), ("torch.optim.Muon", "{lr: 0.01}")],
+)
+def test_optimizers_from_elsewhere_train_and_resume_exactly(config, optimizer, arguments):
+    shared = [f"optimizer.class_path={optimizer}", f"optimizer.init_args={arguments}", "lora.rank=64"]
+    whole = Trainer(config(*shared, "run_name=whole", "train.max_train_steps=4")).fit()
+    Trainer(config(*shared, "run_name=part", "train.max_train_steps=2")).fit()
+    rest = Trainer(config(*shared, "run_name=part", "train.max_train_steps=4")).fit()
+    assert rest.adapter.read_bytes() == whole.adapter.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("loss.timesteps.fixed_shift=2.0", "fixed_shift is for shift: fixed"),
+        ("loss.timesteps={density: uniform, std: 2.0}", "std is for density: logit_normal"),
+        ("loss.timesteps.mode_scale=1.0", "mode_scale is for density: mode"),
+        ("train.lr_power=2.0", "lr_power is for lr_scheduler: polynomial"),
+        ("train.gradient_checkpointing=1", "2 and more"),
+    ],
+)
+def test_a_setting_without_effect_is_an_error(config, setting, message):
+    with pytest.raises(ConfigError, match=message):
+        config(setting)
