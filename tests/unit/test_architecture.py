@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import get_args
 
@@ -207,3 +210,33 @@ def test_the_documentation_speaks_of_every_room():
     text = (REPOSITORY / "docs" / "architecture.md").read_text()
     for name in ROOMS:
         assert f"`{name}`" in text or f"`{name}/`" in text, f"docs/architecture.md does not speak of {name}"
+
+
+def test_every_public_name_imports():
+    """The names of DESIGN's and the documentation's tables."""
+    public = {
+        "qflux": ["Trainer", "Config", "load_config", "__version__", *(f.trainer for f in registry.all_facts())],
+        "qflux.errors": ["QfluxError", "ConfigError", "DataError", "CacheError", "CheckpointError"],
+        "qflux.models": ["FluxTransformer2DModel", "QwenImageTransformer2DModel", "get_family", "FAMILIES", "Family"],
+        "qflux.losses": ["MseLoss", "MaskEditLoss", "AttentionMaskMseLoss", "map_mask_to_latent"],
+        "qflux.data": ["ImageProcessor", "EmbeddingCacheManager", "EpochPlan"],
+        "qflux.ragged": ["PackedLayout", "PaddedLayout", "RaggedLayout"],
+        "qflux.ragged.layout": ["PackedLayout"],
+        "qflux.adapters.files": ["read_adapter"],
+        "qflux.adapters.attach": ["attach_all", "Weighted"],
+        "qflux.adapters.export": ["save_verified", "merge"],
+    }
+    for module, names in public.items():
+        for name in names:
+            assert getattr(import_module(module), name) is not None
+
+
+def test_what_only_reads_does_not_wait_for_torch():
+    programs = {
+        "help": "import sys\nfrom qflux.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass",
+        "reading": "import qflux, qflux.runs.folder, qflux.report.page, qflux.config.schema, qflux.start.request",
+    }
+    for name, program in programs.items():
+        check = f"{program}\nimport sys\nassert 'torch' not in sys.modules and 'diffusers' not in sys.modules"
+        done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{name}: {done.stderr[-800:]}"

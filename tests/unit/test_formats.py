@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from qflux.adapters.attach import Weighted, attach, attach_all, set_weights
 from qflux.adapters.export import merge, probe, require_same_output, save_verified
 from qflux.adapters.files import Record, names_of, read_adapter
-from qflux.adapters.formats import from_tensors, to_format
+from qflux.adapters.formats import format_of, from_tensors
 from qflux.adapters.formats.comfyui import COMFYUI
 from qflux.adapters.layers import LoraLayer, LoraLayers, same
 from qflux.adapters.names import Names
@@ -128,7 +128,7 @@ def test_what_diffusers_reads_from_the_comfyui_format_has_the_same_effect(target
     lora = random_lora(names, targets, rank=2, alpha=3.0)
     keep = ("transformer_blocks.0.", "transformer_blocks.18.", "single_transformer_blocks.37.")
     lora = {name: layer for name, layer in lora.items() if name.startswith(keep)}
-    theirs = _convert_kohya_flux_lora_to_diffusers(to_format(lora, "comfyui", names))
+    theirs = _convert_kohya_flux_lora_to_diffusers(format_of("comfyui").write(lora, names))
     for name, layer in lora.items():
         down, up = (theirs.pop(f"transformer.{name}.lora_{part}.weight") for part in "AB")
         assert torch.allclose(up @ down, layer.scale * layer.up @ layer.down, atol=1e-5), name
@@ -140,7 +140,7 @@ def test_what_diffusers_reads_from_the_comfyui_format_has_the_same_effect(target
 def test_what_diffusers_reads_from_qwens_comfyui_format_has_the_same_effect():
     _, _, names = model("qwen-image")
     lora = random_lora(names, (*ATTENTION, "add_q_proj", "to_add_out", "net.0.proj", "net.2"))
-    theirs = _convert_non_diffusers_qwen_lora_to_diffusers(to_format(lora, "comfyui", names))
+    theirs = _convert_non_diffusers_qwen_lora_to_diffusers(format_of("comfyui").write(lora, names))
     assert {key.removeprefix("transformer.").rpartition(".lora_")[0] for key in theirs} == set(lora)
     for name, layer in lora.items():
         down, up = (theirs[f"transformer.{name}.lora_{part}.weight"] for part in "AB")
@@ -172,7 +172,7 @@ def test_a_foreign_kohya_file_without_a_record_loads_with_its_effect(tmp_path):
     """Nothing says what was put together: every part gets the whole."""
     family, transformer, names = model("flux-kontext")
     lora = random_lora(names, ATTENTION)
-    save_file(to_format(lora, "comfyui", names), tmp_path / "foreign.safetensors")
+    save_file(format_of("comfyui").write(lora, names), tmp_path / "foreign.safetensors")
     loaded = read_adapter(tmp_path / "foreign.safetensors").layers(family, transformer)
     assert loaded.keys() == lora.keys()
     assert require_same_output(transformer, family, lora, loaded) < 1e-5
@@ -181,7 +181,7 @@ def test_a_foreign_kohya_file_without_a_record_loads_with_its_effect(tmp_path):
 def test_a_foreign_peft_file_takes_alpha_from_its_description_or_from_its_rank(tmp_path):
     family, transformer, names = model("flux-kontext")
     lora = random_lora(names, ATTENTION, rank=4, alpha=8.0)
-    plain = {k: t for k, t in to_format(lora, "diffusers", names).items() if not k.endswith(".alpha")}
+    plain = {k: t for k, t in format_of("diffusers").write(lora, names).items() if not k.endswith(".alpha")}
     described = {"lora_adapter_metadata": json.dumps({"transformer.lora_alpha": 8, "transformer.r": 4})}
     for metadata, alpha in ((described, 8.0), ({}, 4.0)):
         save_file(plain, tmp_path / "x.safetensors", metadata)
@@ -236,7 +236,7 @@ def test_a_layer_that_the_original_model_lacks_is_refused_by_name(tmp_path):
 def test_the_last_modulation_is_shift_and_scale_there_and_scale_and_shift_here():
     _, _, names = model("flux-kontext")
     ((name, layer),) = random_lora(names, ("norm_out.linear",)).items()
-    theirs = to_format({name: layer}, "comfyui", names)
+    theirs = format_of("comfyui").write({name: layer}, names)
     up = theirs["lora_unet_final_layer_adaLN_modulation_1.lora_up.weight"]
     half = len(up) // 2
     assert torch.equal(up[:half], layer.up[half:])
@@ -285,7 +285,7 @@ def test_parts_of_different_strength_keep_their_effect_when_put_together():
     family, transformer, names = model("flux-kontext")
     lora = random_lora(names, ATTENTION)
     lora = {n: LoraLayer(layer.down, layer.up, 2.0 if "to_k" in n else 7.0) for n, layer in lora.items()}
-    back = from_tensors("x", to_format(lora, "comfyui", names), names)
+    back = from_tensors("x", format_of("comfyui").write(lora, names), names)
     assert require_same_output(transformer, family, lora, back) < 1e-5
 
 
@@ -403,7 +403,7 @@ def test_a_dora_is_refused_for_comfyui_with_the_reason(name):
     """ComfyUI divides by the norm of the base alone (`weight_decompose` in its `weight_adapter/base.py`)."""
     _, _, names = model(name)
     with pytest.raises(CheckpointError, match="divides by the norm of the base weight") as error:
-        to_format(random_lora(names, ("to_out.0",), dora=True), "comfyui", names)
+        format_of("comfyui").write(random_lora(names, ("to_out.0",), dora=True), names)
     assert "merged" in error.value.remedy
 
 
@@ -451,7 +451,7 @@ def test_files_of_other_trainers_load_with_their_strength(name, prefix, tmp_path
 def test_layers_of_a_text_encoder_are_left_out_with_a_word(prefix, tmp_path, caplog):
     family, transformer, names = model("flux-kontext")
     lora = random_lora(names, ATTENTION)
-    tensors = to_format(lora, "comfyui", names)
+    tensors = format_of("comfyui").write(lora, names)
     tensors[f"{prefix}text_model_encoder_layers_0_mlp_fc1.lora_down.weight"] = torch.ones(4, 8)
     tensors[f"{prefix}text_model_encoder_layers_0_mlp_fc1.lora_up.weight"] = torch.ones(8, 4)
     save_file(tensors, tmp_path / "x.safetensors")

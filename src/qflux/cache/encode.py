@@ -67,7 +67,8 @@ def open_mask(sample: Sample) -> Tensor | None:
     if images.mask is None:
         return None
     grey = images.target.transform(load_mask(images.mask, images.mask_hash), fill="black")
-    return mask_to_tokens(torch.from_numpy(np.array(grey, dtype=np.float32))[None] / 255)[0]
+    _, rows, _ = sample.shapes.targets[0]
+    return mask_to_tokens(torch.from_numpy(np.array(grey, dtype=np.float32))[None] / 255, grey.height // rows)[0]
 
 
 def encode_prompt(sample: Sample, prompt: Prompt, encoder: Encoder) -> TextEmbedding:

@@ -1,4 +1,4 @@
-"""The command line. Commands only parse, show progress and print; the work is in `training.trainer`."""
+"""The command line. Commands only parse, show progress and print; the work is in `qflux.commands`."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
@@ -116,6 +116,7 @@ class ProcessorSettings(Section):
 class Source(Section):
     """What every source of samples has. A sample trains `repeats` x `weight` times in an epoch."""
 
+    type: str
     path: Folder = Field(description="a folder or a file; for Hugging Face also a hub id", json_schema_extra=FREE)
     repeats: int = Field(
         default=1, ge=1, le=10_000, description="visits of a sample in an epoch", json_schema_extra=FREE
@@ -217,6 +218,11 @@ class CacheSource(Source):
     )
 
 
+SOURCES: dict[str, type[Source]] = {
+    get_args(kind.model_fields["type"].annotation)[0]: kind
+    for kind in (FolderSource, CsvSource, JsonlSource, HubSource, CacheSource)
+}
+"""ADD THE SECTION OF A DATA SOURCE HERE, and below."""
 AnySource = Annotated[FolderSource | CsvSource | JsonlSource | HubSource | CacheSource, Field(discriminator="type")]
 SourceList = list[
     Annotated[AnySource, BeforeValidator(lambda v: {"type": "folder", **v} if isinstance(v, dict) else v)]

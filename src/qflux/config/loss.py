@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from qflux.config.section import (
     DECIDES,
     DECIDES_IF_SET,
-    FREE,
+    Marks,
     Section,
 )
 
@@ -64,7 +64,7 @@ class LossSettings(Section):
     kind: Literal["mse", "mask"] = Field(
         default="mse",
         description="mse: squared error of the velocity; mask: the same, with weights for edited and other tokens",
-        json_schema_extra=FREE,  # use_mask_loss says the same to resumed runs and in files
+        json_schema_extra=Marks(resume=True, record=True, unless=("mse", "mask")),  # use_mask_loss says it for these
     )
     use_mask_loss: bool = Field(default=False, description="another spelling of kind: mask", json_schema_extra=DECIDES)
     mask_loss_fn: MaskLossSettings = Field(default=MaskLossSettings(), description="weights of edited and other tokens")
@@ -96,14 +96,15 @@ class LossSettings(Section):
         """`kind: mask` and `use_mask_loss: true` say the same; whichever is given, both are set."""
         if not isinstance(values, dict):
             return values
-        if values.get("kind") == "mse" and values.get("use_mask_loss") is True:
-            raise ValueError("kind: mse and use_mask_loss: true contradict each other; set one of them")
-        masked = values.get("kind") == "mask" or values.get("use_mask_loss") is True
+        kind, is_masked = values.get("kind"), values.get("use_mask_loss") is True
+        if is_masked and kind not in (None, "mask"):
+            raise ValueError(f"kind: {kind} and use_mask_loss: true contradict each other; set one of them")
+        masked = kind == "mask" or is_masked
         return {**values, "kind": "mask", "use_mask_loss": True} if masked else values
 
     @model_validator(mode="after")
     def _one_loss(self) -> LossSettings:
-        if self.class_path is not None and self.kind == "mask":
+        if self.class_path is not None and self.kind != "mse":
             raise ValueError("class_path names a loss of your own, and kind another one; set one of them")
         if self.init_args and self.class_path is None:
             raise ValueError("init_args are for class_path")

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from qflux.config.data import CacheSource, CsvSource, FolderSource, HubSource, JsonlSource
+from qflux.config.data import SOURCES
 from qflux.config.root import Config
 from qflux.errors import LONGEST, ConfigError, collected, cut
 
@@ -200,24 +200,15 @@ def _is_union_tag(location: Sequence[Any], index: int) -> bool:
     part = location[index]
     if not isinstance(part, str):
         return False
-    chosen = index > 0 and isinstance(location[index - 1], int) and part in _SOURCES
+    chosen = index > 0 and isinstance(location[index - 1], int) and part in SOURCES
     return chosen or bool(re.search(r"^(list|tuple|dict)\[|^int$|^function-", part))
-
-
-_SOURCES: dict[str, type[BaseModel]] = {
-    "folder": FolderSource,
-    "csv": CsvSource,
-    "jsonl": JsonlSource,
-    "huggingface": HubSource,
-    "cache": CacheSource,
-}
 
 
 def _known_keys(location: Sequence[Any]) -> list[str]:
     section: type[BaseModel] = Config
     for index, part in enumerate(location):
         if _is_union_tag(location, index):
-            section = _SOURCES.get(part, section)
+            section = SOURCES.get(part, section)
         elif part in section.model_fields:
             section = next(_sections(section.model_fields[part].annotation), section)
     return sorted(section.model_fields)

@@ -116,7 +116,7 @@ def _marked(section: Section, values: dict[str, Any], mark: str) -> dict[str, An
     for name, field in type(section).model_fields.items():
         marks, value = field.json_schema_extra, getattr(section, name)
         if isinstance(marks, Marks):
-            is_left_out = marks.if_set and value == field.default
+            is_left_out = (marks.if_set and value == field.default) or value in marks.unless
             if getattr(marks, mark) and not is_left_out:
                 found[name] = values[name]
         elif isinstance(value, Section):

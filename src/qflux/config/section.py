@@ -20,13 +20,15 @@ class Marks:
     It is handed to pydantic as the field's `json_schema_extra`, and leaves the JSON Schema as it is.
     """
 
-    def __init__(self, resume: bool, record: bool, if_set: bool = False) -> None:
+    def __init__(self, resume: bool, record: bool, if_set: bool = False, unless: tuple[Any, ...] = ()) -> None:
         self.resume = resume
         """A run may only go on with the value that it began with."""
         self.record = record
         """A LoRA file says what it was."""
         self.if_set = if_set
         """Both only where it is not the default: checkpoints and files of before it existed have none."""
+        self.unless = unless
+        """Values of which the same holds."""
 
     def __call__(self, schema: dict[str, Any]) -> None:
         pass

@@ -26,10 +26,10 @@ def patch_noise(channels: int, shape: ImageShape, generator: torch.Generator, dt
     return pack(torch.randn(channels // 4, 2 * rows, 2 * columns, generator=generator, dtype=dtype))
 
 
-def mask_to_tokens(mask: Tensor) -> Tensor:
-    """A pixel mask `(B, H, W)` in [0, 1] as one value per token, `(B, H/16 * W/16)`.
+def mask_to_tokens(mask: Tensor, pixels: int = 16) -> Tensor:
+    """A pixel mask `(B, H, W)` in [0, 1] as one value per token of `pixels` × `pixels`.
 
-    A latent cell is the mean of its 8 × 8 pixels, a token the maximum of its 2 × 2 cells.
+    A cell is the mean of 8 × 8 pixels, a token the maximum of its cells (2 × 2 of them in most models).
     """
-    cells = rearrange(mask, "b (h p) (w q) -> b h w (p q)", p=8, q=8).mean(-1)
-    return rearrange(cells, "b (h p) (w q) -> b (h w) (p q)", p=2, q=2).amax(-1)
+    cells, side = rearrange(mask, "b (h p) (w q) -> b h w (p q)", p=8, q=8).mean(-1), pixels // 8
+    return rearrange(cells, "b (h p) (w q) -> b (h w) (p q)", p=side, q=side).amax(-1)

@@ -1,1 +1,1 @@
-"""Pictures of a run."""
+"""One HTML page about a run or several, made of what `runs` reads; `page` puts it together."""

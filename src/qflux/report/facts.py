@@ -118,9 +118,9 @@ def configuration(runs: Sequence[RunFolder]) -> Html:
 
 def differences(runs: Sequence[RunFolder]) -> Html:
     """Settings that are not the same in all runs."""
-    flat = [dict(flat(run.config)) for run in runs]
-    keys = list(dict.fromkeys(key for values in flat for key in values if key != "run_name"))
-    rows = [[k, *(str(v.get(k, "–")) for v in flat)] for k in keys if len({str(v.get(k)) for v in flat}) > 1]
+    settings = [dict(flat(run.config)) for run in runs]
+    keys = list(dict.fromkeys(key for values in settings for key in values if key != "run_name"))
+    rows = [[k, *(str(v.get(k, "–")) for v in settings)] for k in keys if len({str(v.get(k)) for v in settings}) > 1]
     return table(["", *(run.name for run in runs)], rows) if rows else tag("p", "The settings are the same.")
 
 

@@ -1,1 +1,1 @@
-"""From noise to images: `sampler` integrates, `predict` prepares, schedules, denoises and decodes."""
+"""From noise to images: `prepare` encodes an edit, `sampler` integrates, `predictor` decodes; `jobs` for many."""

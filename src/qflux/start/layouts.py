@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qflux.data.sources.folder import CONTROLS, TARGETS
-from qflux.data.sources.tables import current_folder
+from qflux.data.sources.listing import current_folder
 from qflux.errors import DataError
 from qflux.start.folder import DOCS, TABLE, Discovered, Folder, Group, Wish, require_name, tree, walk
 from qflux.start.pairs import by_parts

@@ -26,7 +26,7 @@ from qflux.training.distributed import World
 from qflux.training.edits import DrawnEdits, PreparedEdit, prepare_own_edits
 from qflux.training.flops import StepFlops, peak_of
 from qflux.training.loop import FitResult, Loop, RunParts
-from qflux.training.model import TrainedModel
+from qflux.training.model import TrainedModel, load_to_train
 from qflux.training.optimizer.build import build_optimizer
 from qflux.training.optimizer.ema import Ema
 from qflux.training.optimizer.loss_scale import LossScale
@@ -83,11 +83,11 @@ def fit(
     with ExitStack() as held:
         world.first(lambda: held.enter_context(exclusive(config.run_dir)))
         held.enter_context(repeatable(config.train.deterministic))
-        transformer = _transformer(config, pretrained, world)
+        transformer = load_to_train(config, pretrained, world)
         model = TrainedModel(transformer, family, config, world, device, course.start)
         require_fitting(dataset, family.widths(transformer))
         stop = held.enter_context(deferred_signals())  # until here stopping is at once: there is nothing to save
-        channels = family.facts.image_channels
+        channels = family.widths(transformer).image
         parts = RunParts(
             config=config,
             world=world,
@@ -172,15 +172,6 @@ def _reporter(config: Config, model: TrainedModel, world: World, device: torch.d
     flops = StepFlops(model.family.arithmetic(model.transformer), model.is_full)
     peak = (peak_of(device) or 0.0) * world.size or None
     return Reporter(flops, peak, padded=config.train.execution == "padded")
-
-
-def _transformer(config: Config, pretrained: Pretrained, world: World) -> torch.nn.Module:
-    """The transformer before training: float32 if all of it trains; on the host if it is about to be sharded."""
-    is_sharded = world.size > 1 and config.train.distributed == "fsdp"
-    transformer: torch.nn.Module = pretrained.transformer(
-        torch.float32 if config.train.method == "full" else None, torch.device("cpu") if is_sharded else None
-    )
-    return transformer
 
 
 def _edits(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,10 +24,20 @@ from qflux.data.batch import Batch
 from qflux.models import Family
 from qflux.models.family import ModelInputs
 from qflux.models.precision import dtype_of
+from qflux.models.pretrained import Pretrained
 from qflux.ragged.compilation import compile_blocks
 from qflux.training.distributed import World, full_tensor
 
 logger = logging.getLogger(__name__)
+
+
+def load_to_train(config: Config, pretrained: Pretrained, world: World) -> nn.Module:
+    """The transformer before training: float32 if all of it trains; on the host if it is about to be sharded."""
+    is_sharded = world.size > 1 and config.train.distributed == "fsdp"
+    transformer: nn.Module = pretrained.transformer(
+        torch.float32 if config.train.method == "full" else None, torch.device("cpu") if is_sharded else None
+    )
+    return transformer
 
 
 class TrainedModel:
@@ -141,8 +151,3 @@ def _recompute_some(chosen: set[int], block: nn.Module, *args: Any) -> Any:
     if id(block) in chosen:
         return checkpoint(block, *args, use_reentrant=False)
     return block(*args)
-
-
-def total_size(tensors: Sequence[Tensor]) -> int:
-    """Bytes, of all ranks together."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

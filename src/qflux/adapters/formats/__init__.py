@@ -16,11 +16,11 @@ from qflux.adapters.formats.comfyui import COMFYUI
 from qflux.adapters.formats.diffusers import DIFFUSERS
 from qflux.adapters.formats.format import Format, layer_from, part_of
 from qflux.adapters.formats.peft import PEFT, is_product
-from qflux.adapters.layers import FOREIGN, LoraLayer, LoraLayers
+from qflux.adapters.layers import FOREIGN, LoraLayers
 from qflux.adapters.names import Names, Parts
-from qflux.errors import CheckpointError
+from qflux.errors import CheckpointError, ConfigError
 
-__all__ = ["FORMATS", "Format", "format_of", "from_tensors", "to_format"]
+__all__ = ["FORMATS", "Format", "format_of", "from_tensors"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +32,10 @@ _TEXT_ENCODER = re.compile(r"^(lora_te\d?_|text_encoder(_\d)?\.|text_encoders\.)
 
 def format_of(name: str) -> Format:
     """The format of that name."""
-    return next(known for known in FORMATS if known.name == name)
-
-
-def to_format(layers: Mapping[str, LoraLayer], form: str, names: Names) -> dict[str, Tensor]:
-    """The tensors of a LoRA under the names of a format."""
-    return format_of(form).write(layers, names)
+    found = next((known for known in FORMATS if known.name == name), None)
+    if found is None:
+        raise ConfigError(f"there is no LoRA format {name!r}", f"known: {', '.join(known.name for known in FORMATS)}.")
+    return found
 
 
 def from_tensors(

@@ -26,7 +26,7 @@ class DiffusersFormat(Format):
         return True
 
     def layer_name(self, name: str, names: Names) -> str | None:
-        return without_prefixes(name, ("base_model.model.", PREFIX, "diffusion_model."))
+        return without_prefixes(name, (PREFIX, "diffusion_model."))
 
     def write(self, layers: Mapping[str, LoraLayer], names: Names) -> dict[str, Tensor]:
         bare = self.strength_in_metadata(layers, names)

@@ -26,7 +26,7 @@ class PeftFormat(Format):
     name = "peft"
 
     def recognises(self, layers: Collection[str]) -> bool:
-        return bool(layers) and all(name.startswith(_PREFIX) for name in layers)
+        return any(name.startswith(_PREFIX) for name in layers)
 
     def layer_name(self, name: str, names: Names) -> str | None:
         return without_prefixes(name, (_PREFIX, PREFIX, "diffusion_model."))

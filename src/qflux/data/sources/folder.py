@@ -13,9 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from qflux.data.images.decode import SUFFIXES, ImageFile, shown
-from qflux.data.sources.listing import ListedSample, Listing
+from qflux.data.sources.listing import ListedSample, Listing, current_folder, note_controls
 from qflux.data.sources.naming import further_control, masked_base, owner
-from qflux.data.sources.tables import current_folder, note_controls
 from qflux.errors import DataError
 
 TARGETS, CONTROLS = "training_images", "control_images"

@@ -13,8 +13,7 @@ from typing import Any
 
 from qflux.config import HubSource
 from qflux.data.images.decode import ByteStream, ImageFile, ImageRef, shown
-from qflux.data.sources.listing import ListedSample, Listing
-from qflux.data.sources.tables import note_controls, require_columns, told_apart
+from qflux.data.sources.listing import ListedSample, Listing, note_controls, require_columns, told_apart
 from qflux.errors import DataError
 from qflux.files.hashing import key_of
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import json
 import os
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qflux.config import CsvSource, JsonlSource, Section, TableColumns
+from qflux.config import CsvSource, JsonlSource, TableColumns
 from qflux.data.images.decode import ImageFile, shown
-from qflux.data.sources.listing import ListedSample, Listing
+from qflux.data.sources.listing import (
+    ListedSample,
+    Listing,
+    current_folder,
+    note_controls,
+    require_columns,
+    told_apart,
+)
 from qflux.data.sources.naming import numbered
 from qflux.errors import DataError
 
@@ -69,32 +74,6 @@ def read_table(settings: CsvSource | JsonlSource) -> Listing:
     return listing
 
 
-def require_columns(name: str, present: Sequence[str], columns: Section, needed: Sequence[str]) -> None:
-    """An error for a column that is needed, or was asked for, or is there under almost its name."""
-    taken = {other for _, value in columns for other in _listed(value)}
-    for role, value in columns:
-        for column in _listed(value):
-            if column in present:
-                continue
-            near = difflib.get_close_matches(column, present, n=1, cutoff=0.85)
-            suspect = near and near[0] not in taken
-            if role in needed or role in columns.model_fields_set or suspect:
-                hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(present)}."
-                raise DataError(
-                    f"{name} has no column {column!r}", f"{hint} Set columns.{role} of the source to map it."
-                )
-
-
-def _listed(value: Any) -> list[str]:
-    """One column or several, or none, as a list."""
-    return [] if value is None else [value] if isinstance(value, str) else list(value)
-
-
-def current_folder(path: Path) -> str:
-    """Where a path was looked for, if that depends on where one stands."""
-    return "" if path.is_absolute() else f" (looked for in {Path.cwd()})"
-
-
 def is_text(value: str) -> bool:
     """It can be written as UTF-8; JSON can say things that can't."""
     try:
@@ -102,14 +81,6 @@ def is_text(value: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def note_controls(listing: Listing) -> None:
-    """Say how many samples have no control image, if some or all have none."""
-    without = [sample.name for sample in listing.samples if not sample.controls]
-    if without:
-        names = ", ".join(without[:10])
-        listing.notes.append(f"{len(without)} of {len(listing.samples)} samples have no control image: {names}")
 
 
 def _place(path: Path, line: int) -> str:
@@ -231,12 +202,3 @@ def _controls(fields: Mapping[str, object], columns: TableColumns) -> Iterator[s
         if not isinstance(paths, list) or not all(isinstance(path, str) and path for path in paths):
             raise ValueError(f"{name} is {value!r}, not text")
         yield from paths
-
-
-def told_apart(samples: list[ListedSample]) -> list[ListedSample]:
-    """Samples are called by their target; where several rows have one target, their places tell them apart."""
-    counts = Counter(sample.name for sample in samples)
-    return [
-        replace(sample, name=f"{sample.name} ({sample.place})") if counts[sample.name] > 1 else sample
-        for sample in samples
-    ]
