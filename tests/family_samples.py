@@ -6,7 +6,8 @@ adding a `Reference` here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -172,14 +173,20 @@ def _flux_draw(pipe: Any, controls: Sequence[Image.Image], **options: Any) -> ND
     return pipe(image=image, max_area=size, _auto_resize=False, guidance_scale=GUIDANCE, **options).images[0]
 
 
-def _qwen_draw(pipe: Any, controls: Sequence[Image.Image], **options: Any) -> NDArray[np.float32]:
-    """The pipelines bring images to 1024 x 1024 pixels; a tiny model is compared at a tiny size."""
-    area, dimensions = options["height"] * options["width"], pipeline_qwenimage_edit.calculate_dimensions
-    image = {"image": list(controls) if len(controls) > 1 else controls[0]} if controls else {}
+@contextmanager
+def small_images(area: int) -> Iterator[None]:
+    """Qwen's pipelines bring images to 1024 x 1024 pixels; a tiny model is compared at a tiny size."""
+    dimensions = pipeline_qwenimage_edit.calculate_dimensions
     with (
         patch.object(pipeline_qwenimage_edit, "calculate_dimensions", lambda _, ratio: dimensions(area, ratio)),
         patch.object(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", area),
     ):
+        yield
+
+
+def _qwen_draw(pipe: Any, controls: Sequence[Image.Image], **options: Any) -> NDArray[np.float32]:
+    image = {"image": list(controls) if len(controls) > 1 else controls[0]} if controls else {}
+    with small_images(options["height"] * options["width"]):
         return pipe(**image, **options).images[0]
 
 

@@ -14,6 +14,9 @@ from typing import Any
 
 from qflux.config import Config
 
+HANG = 1800.0
+"""Seconds until something counts as hanging. No test depends on how fast it is: a machine may be busy."""
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["qflux.commands"])
 
@@ -68,9 +71,9 @@ class World:
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, signal.SIGKILL)
         for process in self.processes:
-            process.join(30)
+            process.join(HANG)
 
-    def finish(self, seconds: float = 240) -> None:
+    def finish(self, seconds: float = HANG) -> None:
         """Wait for the end; an error of a process is this test's error."""
         deadline = time.monotonic() + seconds
         while self.is_alive and time.monotonic() < deadline:

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from helpers import tensors, tree
 from qflux.cache.cache import EmbeddingCacheManager
 from qflux.cache.encode import encode_sample, open_sample
 from qflux.cache.filler import CacheFiller, Listener
@@ -176,10 +177,6 @@ def kinds(cache) -> Counter:
     return Counter(path.parent.parent.name for path in (cache / "entries").rglob("*.safetensors"))
 
 
-def tree(folder) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
 @pytest.mark.parametrize("content", ["{", "[]", '{"a": 1}', ""])
 def test_a_damaged_index_is_made_again(project, tmp_path, content):
     Trainer(project()).cache()
@@ -327,10 +324,6 @@ def test_same_prompt_with_different_control_images_gives_different_qwen_embeddin
     assert first.text.tokens.shape == second.text.tokens.shape
     assert not torch.allclose(first.text.tokens, second.text.tokens)
     assert torch.equal(first.target, second.target), "the target is the same image, and shared"
-
-
-def tensors(encoded) -> list[torch.Tensor]:
-    return [encoded.text.tokens, encoded.target, *encoded.controls]
 
 
 def test_batches_of_one_size_are_encoded_together_and_agree_to_rounding(project, tmp_path):

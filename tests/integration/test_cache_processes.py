@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from helpers import run, tree
 from qflux.cache.cache import EmbeddingCacheManager
 from qflux.cache.filler import CacheFiller, Listener
 from qflux.cache.maintenance import verify
-from qflux.cli import main
 from qflux.commands import Trainer
 from qflux.config import Config, load_config
 from qflux.demo.data import write_data_set
+from worlds import HANG
 
 KILLS = 50
 
@@ -85,7 +86,7 @@ class Filler:
         self.wait_for((self.notes / "started").exists)
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG
         while not condition():
             assert self.process.is_alive(), "it ended too early to prove anything"
             assert time.monotonic() < deadline
@@ -98,14 +99,10 @@ class Filler:
 
     def made(self) -> tuple[int, int]:
         """New and reused entries, once it has ended well."""
-        self.process.join(120)
+        self.process.join(HANG)
         assert self.process.exitcode == 0
         new, reused = (self.notes / "made").read_text().split()
         return int(new), int(reused)
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def sample_count(folder: Path) -> int:
@@ -116,6 +113,7 @@ def entry_count(folder: Path) -> int:
     return len(list((folder / "entries").rglob("*.safetensors")))
 
 
+@pytest.mark.slow
 def test_kill_9_at_fifty_moments_ends_in_the_same_bytes_and_verify_is_clean_after_each(settings, processes, tmp_path):
     import torch
 
@@ -182,6 +180,7 @@ def test_what_a_dead_process_had_claimed_is_made_by_the_other(settings, processe
     assert not Trainer(shared).cache().new_entries
 
 
+@pytest.mark.slow
 def test_torchrun_shares_the_work(settings, tmp_path):
     shared = settings("torchrun")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(shared.dump()))
@@ -207,12 +206,6 @@ def small_disk(tmp_path):
         pytest.skip("a disk can't be mounted here")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
-
-
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(list(map(str, arguments)))
-    return int(ended.value.code)
 
 
 def test_a_full_disk_is_an_error_that_keeps_what_is_done(settings, data_set, small_disk, tmp_path, monkeypatch, capsys):

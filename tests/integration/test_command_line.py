@@ -12,8 +12,9 @@ import pytest
 import yaml
 from PIL import Image
 
-from qflux.cli import main
+from helpers import run
 from qflux.main import main as module_main
+from worlds import HANG
 
 
 @pytest.fixture
@@ -24,12 +25,6 @@ def config_file(config, tmp_path):
         return str(path)
 
     return write
-
-
-def run(*arguments: str, entry=main) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        entry(list(arguments))
-    return stopped.value.code or 0
 
 
 def test_cache_fit_and_predict_from_the_command_line(config_file, tmp_path, data_set, capsys):
@@ -125,13 +120,13 @@ def test_ctrl_c_saves_says_so_and_exits_with_130(config_file, tmp_path):
     command = [sys.executable, "-m", "qflux.cli", "fit", "--config", config_file("train.max_train_steps=100000")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "runs/run/metrics.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG
     while not (metrics.exists() and metrics.read_text()):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=HANG)
     assert process.returncode == 130
     assert "stopped and saved after step" in error
     assert list((tmp_path / "runs/run/checkpoints").glob("step-*"))

@@ -23,6 +23,7 @@ from qflux.models.registry import shipped
 from qflux.sampling.predictor import Edit
 
 
+@pytest.mark.slow
 def test_the_demo_runs_the_whole_path_and_can_be_run_again(tmp_path):
     seen: set[str] = set()
 
@@ -66,6 +67,7 @@ def test_a_place_that_is_taken_is_named(tmp_path):
         run_demo(demo_config(tmp_path / "taken", family="qwen-image"), lambda *_: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen-image", "qwen-image-edit-plus"])
 def test_the_other_families_show_the_path(family, tmp_path):
     overrides = ["train.max_train_steps=2", "predict.num_inference_steps=2", "validation.num_inference_steps=2"]
@@ -73,6 +75,7 @@ def test_the_other_families_show_the_path(family, tmp_path):
     assert all(file.is_file() for file in summary.files.values())
 
 
+@pytest.mark.slow
 def test_a_quarter_of_the_demo_learns_the_edit_on_every_held_out_scene(tmp_path):
     """The error halves on average, and no scene is left behind, whatever its size."""
     overrides = ["train.max_train_steps=80", "train.checkpoint_every=80", "validation.images=8"]
@@ -98,6 +101,7 @@ def test_the_base_is_small_and_safe():
     assert {file.suffix for file in files} <= {".safetensors", ".json"}
 
 
+@pytest.mark.slow
 def test_the_base_reconstructs_scenes_of_all_sizes_by_day_and_by_night():
     vae = AutoencoderKL.from_pretrained(shipped().folder / "vae", torch_dtype=torch.float32)
     rng = random.Random(7)
@@ -110,6 +114,7 @@ def test_the_base_reconstructs_scenes_of_all_sizes_by_day_and_by_night():
             assert 10 * torch.log10(4 / error) >= 28, size
 
 
+@pytest.mark.slow
 def test_the_base_follows_instructions_on_scenes_of_all_sizes(tmp_path):
     """All in one batch. What should change is nearer to the wanted picture than to the given one."""
     rng = random.Random(8)

@@ -25,6 +25,7 @@ from qflux.demo.run import demo_config, run_demo
 from qflux.main import main as mode_main
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
+from worlds import HANG
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -142,11 +143,12 @@ def run(command: str, desk: Path) -> None:
         words = [word if word != "8" else "2" for word in words]  # processes: there are two cores
         environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         ended = subprocess.run(
-            words, cwd=desk, env=environment, capture_output=True, text=True, timeout=300, check=False
+            words, cwd=desk, env=environment, capture_output=True, text=True, timeout=HANG, check=False
         )
         assert ended.returncode == 0, f"{command}\n{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
 def test_every_command_of_a_page_runs(page, desk, monkeypatch, capsys):
     monkeypatch.chdir(desk)

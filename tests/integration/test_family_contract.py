@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from peft.utils import get_peft_model_state_dict
-from PIL import Image
 
 from family_samples import FAMILY_REFERENCES, Reference
+from helpers import picture
 from qflux.adapters.attach import Weighted
 from qflux.adapters.files import read_adapter
 from qflux.commands import Trainer
@@ -76,10 +76,6 @@ class Project:
 @pytest.fixture(scope="module", params=FAMILY_REFERENCES)
 def project(request, tmp_path_factory) -> Project:
     return Project(FAMILY_REFERENCES[request.param], tmp_path_factory.mktemp(request.param))
-
-
-def picture(width: int, height: int, seed: int) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
 @pytest.mark.parametrize("with_lora", [False, True], ids=["base", "LoRA"])

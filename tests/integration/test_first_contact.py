@@ -12,18 +12,12 @@ import pytest
 import yaml
 from PIL import Image
 
-from qflux.cli import main
+from helpers import run
 from qflux.config import load_config
 
 PHOTOS = sorted((Path(__file__).parents[2] / "examples" / "day-to-night" / "day").glob("*.jpg"))
 QUICK = ["--set", "train.max_train_steps=2", "--set", "train.lr_warmup_steps=0", "--set", "train.preflight=false"]
 QUICK += ["--set", "validation.num_inference_steps=1", "--set", "validation.images=1"]
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    return int(ended.value.code or 0)
 
 
 def pair(number: int) -> tuple[Image.Image, Image.Image]:
@@ -126,6 +120,7 @@ def written(layout: Layout, root: Path, count: int = 30) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 def test_thirty_photos_in_any_layout_train_with_one_command(layout, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

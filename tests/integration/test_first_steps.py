@@ -8,14 +8,8 @@ import shutil
 import pytest
 from PIL import Image
 
-from qflux.cli import main
+from helpers import run
 from qflux.config import load_config
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    return int(ended.value.code or 0)
 
 
 def picture(path, size, seed) -> None:

@@ -23,7 +23,7 @@ from qflux.sampling.jobs.gallery import Gallery, read_notes
 from qflux.sampling.jobs.lists import read_jobs
 from qflux.sampling.jobs.run import JobRun
 from qflux.sampling.predictor import Edit
-from worlds import World
+from worlds import HANG, World
 
 SIZES = [(128, 96), (96, 96), (160, 128), (96, 160), (200, 100), (64, 64)]
 
@@ -193,8 +193,8 @@ def test_bad_jobs_are_named_and_the_others_run(settings, images, tmp_path, capsy
         ("endless (line 20)", "can't be opened"),
         ("extra (line 21)", "'colour' means nothing"),
         ("blank (line 22)", "no prompt"),
-        ("line 24", "no JSON"),
-        ("line 25", "no JSON"),
+        ("line 24", "not valid JSON"),
+        ("line 25", "not valid JSON"),
     ):
         assert any(name in part and reason in part for part in said.splitlines()), name
     assert "23 of 25 jobs" in said
@@ -217,6 +217,7 @@ def predict_all(config: Config, rank: int, jobs: Path, out: Path, lora: Path) ->
     )
 
 
+@pytest.mark.slow
 def test_kill_9_in_a_run_of_fifty_jobs_makes_each_image_once_with_the_same_bytes(settings, images, lora, tmp_path):
     jobs = write_jobs(images, mixed_rows(50))
     for name in ("whole", "killed"):
@@ -226,7 +227,7 @@ def test_kill_9_in_a_run_of_fifty_jobs_makes_each_image_once_with_the_same_bytes
     out, moments, kills = tmp_path / "killed" / "out", random.Random(0), 0
     for goal in (0, 3, 9, 14, 22, 31, 40, 47):
         world = World(predict_all, settings, 1, tmp_path / f"notes-{goal}", jobs, out, lora)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG
         while world.is_alive and len(list(out.glob("job*.png"))) < goal:
             assert time.monotonic() < deadline
             time.sleep(0.001)
@@ -291,7 +292,7 @@ def test_one_prediction_says_how_it_was_made_in_every_format(settings, images, t
     [
         ('image,prompt\ni0.png,"make it\nsnow"\n', ["make it\nsnow"], None),
         ("image,prompt\ni0.png,make it snow\u2028now\n", ["make it snow\u2028now"], None),
-        ("image,prompt\ni0.png,make it snow, please\ni1.png,x\n", ["x"], "more cells"),
+        ("image,prompt\ni0.png,make it snow, please\ni1.png,x\n", ["x"], "more values than columns"),
         ('image,prompt\ni0.png,x\ni1.png,"open\ni2.png,y\n', ["x"], "can't be read"),
         ("image,prompt,negative_prompt\ni0.png,x,\n", ["x"], None),
     ],

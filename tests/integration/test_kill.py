@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -13,20 +12,11 @@ import time
 import pytest
 import yaml
 
-from qflux.commands import Trainer
+from helpers import fit, lines
 from qflux.config import Config
-from worlds import World
+from worlds import HANG, World
 
 KILLS, STEPS, EVERY = 20, 200, 10
-
-
-def fit(config: Config, rank: int) -> None:
-    Trainer(config).fit()
-
-
-def lines(config: Config, name: str = "metrics.jsonl") -> list[dict]:
-    file = config.run_dir / name
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def steps_done(config: Config) -> int:
@@ -43,6 +33,7 @@ def result(config: Config) -> dict[str, bytes]:
     }  # it has the run's name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_kill_9_at_twenty_moments_of_a_run_ends_in_the_same_bytes(config, tmp_path, size):
     def settings(name: str) -> Config:
@@ -68,7 +59,7 @@ def test_kill_9_at_twenty_moments_of_a_run_ends_in_the_same_bytes(config, tmp_pa
         world = World(fit, killed, size, tmp_path / f"notes-{number}")
         if number % 5 == 0:
             time.sleep(moments.uniform(0.0, 0.3))  # while it loads, resumes, or checks that all will work
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG
         while steps_done(killed) < goal:
             assert world.is_alive, "it ended too early to prove anything"
             assert time.monotonic() < deadline
@@ -87,13 +78,14 @@ def test_kill_9_at_twenty_moments_of_a_run_ends_in_the_same_bytes(config, tmp_pa
         assert first == second
 
 
+@pytest.mark.slow
 def test_the_command_line_goes_on_after_kill_9_and_names_a_torn_checkpoint(config, tmp_path):
     settings = config("train.max_train_steps=12", "train.checkpoint_every=2")
     config_file = tmp_path / "killed.yaml"
     config_file.write_text(yaml.safe_dump(settings.dump()))
     command = [sys.executable, "-m", "qflux.main", "--config", str(config_file), "--mode", "fit"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    checkpoints, deadline = settings.run_dir / "checkpoints", time.monotonic() + 120
+    checkpoints, deadline = settings.run_dir / "checkpoints", time.monotonic() + HANG
     while not (checkpoints / "step-00000004").exists():
         assert process.poll() is None, process.stderr.read().decode() if process.stderr else ""
         assert time.monotonic() < deadline
@@ -103,7 +95,7 @@ def test_the_command_line_goes_on_after_kill_9_and_names_a_torn_checkpoint(confi
     torn = checkpoints / "step-00000099"
     torn.mkdir()
     (torn / "parameters.safetensors").write_bytes(b"torn")
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "step-00000099" in ended.stderr.replace("\n", "")
     assert "continued from step" in ended.stdout

@@ -11,9 +11,9 @@ import torch
 import yaml
 from PIL import Image
 
+from helpers import run
 from published import photo
 from qflux.adapters.files import FILE_NAME
-from qflux.cli import main
 from qflux.commands import Trainer
 from qflux.config import load_config
 from qflux.errors import DataError
@@ -21,12 +21,6 @@ from qflux.main import main as module_main
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
 from qflux.sampling.predictor import Edit, Predictor
-
-
-def run(*arguments: str, entry=main) -> int:
-    with pytest.raises(SystemExit) as ended:
-        entry(list(arguments))
-    return int(ended.value.code or 0)
 
 
 def predictor(name: str, tmp_path, *overrides: str) -> Predictor:
@@ -66,6 +60,7 @@ def test_the_default_size_is_the_reference_pipelines_for_that_photo(name, photo_
         assert expected == calculate_dimensions(1024 * 1024, ratio)[:2]
 
 
+@pytest.mark.slow
 def test_a_large_edit_equals_the_pipelines_own_call(tmp_path):
     """Nothing but the photo and the prompt is given, on both sides; Kontext's output size has to be asked for."""
     edit = predictor("flux-kontext", tmp_path, "model.max_sequence_length=64")

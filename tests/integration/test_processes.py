@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -10,18 +9,11 @@ import signal
 import pytest
 import yaml
 
+from helpers import fit, lines
 from qflux.commands import Trainer
 from qflux.config import Config
 from qflux.errors import Interrupted, QfluxError
-from worlds import World
-
-
-def lines(config: Config, name: str = "metrics.jsonl") -> list[dict]:
-    return [json.loads(line) for line in (config.run_dir / name).read_text().splitlines()]
-
-
-def fit(config: Config, rank: int) -> None:
-    Trainer(config).fit()
+from worlds import HANG, World
 
 
 def interrupted(config: Config, rank: int, number: int) -> None:
@@ -77,6 +69,7 @@ def test_two_runs_on_one_folder_are_refused_on_every_process(config, tmp_path):
         World(refused, settings, 2, tmp_path / "notes").finish(60)
 
 
+@pytest.mark.slow
 def test_torchrun_and_accelerate_start_it(config, tmp_path):
     import subprocess
     import sys
@@ -92,7 +85,7 @@ def test_torchrun_and_accelerate_start_it(config, tmp_path):
         file.write_text(yaml.safe_dump(settings.dump()))
         command = [sys.executable, "-m", *launcher, "-m", "qflux.cli", "fit", "--config", str(file)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, check=False)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG, env=environment, check=False)
         assert ended.returncode == 0, ended.stderr[-3000:]
         assert ended.stdout.count("LoRA: ") == 1, "only the first process speaks"
         assert lines(settings)[0]["samples"] == 2

@@ -106,6 +106,7 @@ def sections(browser) -> list[str]:
     return [heading.text for heading in browser.find_elements("css selector", "section h2")]
 
 
+@pytest.mark.slow
 def test_a_finished_run_has_a_report_that_renders_and_whose_sliders_move(runs, browser):
     opened(browser, runs["first"] / "report.html")
     assert sections(browser)[:3] == ["Edits", "Summary", "Loss"], "edits come first, then curves"
@@ -150,6 +151,7 @@ def test_a_finished_run_has_a_report_that_renders_and_whose_sliders_move(runs, b
     )
 
 
+@pytest.mark.slow
 def test_the_value_under_the_mouse_is_shown(runs, browser):
     opened(browser, runs["first"] / "report.html")
     hover = """
@@ -163,6 +165,7 @@ def test_the_value_under_the_mouse_is_shown(runs, browser):
     assert float(said.rpartition(" ")[2]) == pytest.approx(steps[-1]["loss"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_further_controls_and_masks_are_shown(tmp_path, browser):
     import yaml
     from PIL import Image
@@ -181,6 +184,7 @@ def test_further_controls_and_masks_are_shown(tmp_path, browser):
     assert captions == ["output after step 0", "control", "control 2", "mask", "wanted"]
 
 
+@pytest.mark.slow
 def test_runs_are_compared_on_one_kind_of_axis(tmp_path):
     import re
 
@@ -196,6 +200,7 @@ def test_runs_are_compared_on_one_kind_of_axis(tmp_path):
     assert marks[0] == marks[1]
 
 
+@pytest.mark.slow
 def test_prompts_with_markup_and_scripts_appear_as_text(runs, browser):
     opened(browser, runs["first"] / "report.html")
     assert browser.title == "first – qflux"
@@ -204,6 +209,7 @@ def test_prompts_with_markup_and_scripts_appear_as_text(runs, browser):
     assert not browser.find_elements("css selector", "img[onerror]")
 
 
+@pytest.mark.slow
 def test_a_killed_run_has_a_report_too(runs, browser):
     output = write_report([runs["killed"]], runs["killed"] / "report.html")
     opened(browser, output)
@@ -213,6 +219,7 @@ def test_a_killed_run_has_a_report_too(runs, browser):
     assert browser.find_elements("css selector", ".compare")
 
 
+@pytest.mark.slow
 def test_two_runs_are_compared_side_by_side(runs, browser, tmp_path):
     with pytest.raises(SystemExit) as ended:
         main(["report", str(runs["first"]), str(runs["second"]), "--output", str(tmp_path / "both.html")])
@@ -225,6 +232,7 @@ def test_two_runs_are_compared_side_by_side(runs, browser, tmp_path):
     assert len(browser.find_elements("css selector", "#edits .beside h3")) == 2
 
 
+@pytest.mark.slow
 def test_a_running_run_is_said_to_run(runs, tmp_path, browser):
     copy = tmp_path / "running"
     shutil.copytree(runs["killed"], copy)
@@ -234,6 +242,7 @@ def test_a_running_run_is_said_to_run(runs, tmp_path, browser):
     assert RunFolder(copy).status == "interrupted", "the lock's file stays, with the number of a process that lives"
 
 
+@pytest.mark.slow
 def test_a_folder_with_next_to_nothing_still_has_a_report(tmp_path, browser):
     (tmp_path / "config.yaml").write_text("family: flux-kontext\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": "nan"}\nnonsense\n[1]\n')
@@ -246,6 +255,7 @@ def test_a_folder_with_next_to_nothing_still_has_a_report(tmp_path, browser):
     assert RunFolder(tmp_path).edits == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "text"),
     [
@@ -274,6 +284,7 @@ def test_damage_costs_no_report(tmp_path, file, text):
         assert "&lt;b&gt;" in page
 
 
+@pytest.mark.slow
 def test_runs_of_the_same_name_are_told_apart_and_spikes_are_drawn(tmp_path):
     for parent in ("a", "b"):
         folder = tmp_path / parent / "run"
@@ -286,6 +297,7 @@ def test_runs_of_the_same_name_are_told_apart_and_spikes_are_drawn(tmp_path):
     assert ">100</text>" in page
 
 
+@pytest.mark.slow
 def test_what_is_no_run_is_said_to_be_none(tmp_path, capsys):
     for path in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(DataError, match="no run"):
@@ -296,6 +308,7 @@ def test_what_is_no_run_is_said_to_be_none(tmp_path, capsys):
     assert "config.yaml" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "logarithmic"),
     [([6.0, 0.3, 0.1], True), ([1e-7, 3.0], True), ([0.5, 0.3], False), ([6.0, 0.0], False), ([0.2], False)],
@@ -310,6 +323,7 @@ def test_a_loss_that_falls_far_is_drawn_on_a_logarithmic_axis(values, logarithmi
     assert all(0 <= axis.share(mark) <= 1 for mark in axis.marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0), (3, 3), (-2, 5), (0, 1e-9), (0, 87_654_321), (0.1, 0.1)])
 def test_ticks_are_few_round_and_cover_the_range(low, high):
     found = ticks(low, high)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 
@@ -12,9 +11,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from helpers import fit, lines
 from qflux.cli import main
 from qflux.commands import Trainer
-from qflux.config import Config, load_config
+from qflux.config import load_config
 from qflux.demo.data import write_data_set
 from qflux.errors import QfluxError
 from qflux.losses.objective import Objective
@@ -22,14 +22,6 @@ from qflux.training import loop as run_module
 from worlds import World
 
 HELD_OUT = ["data.held_out={count: 3}", "validation.images=2", "validation.num_inference_steps=2"]
-
-
-def lines(config: Config, name: str = "metrics.jsonl") -> list[dict]:
-    return [json.loads(line) for line in (config.run_dir / name).read_text().splitlines()]
-
-
-def fit(config: Config, rank: int) -> None:
-    Trainer(config).fit()
 
 
 def poison(monkeypatch, visit: int, name: str = "scene_003") -> None:
@@ -112,7 +104,7 @@ def test_a_loss_that_is_nan_is_skipped_and_counted_if_that_is_asked_for(config, 
     poison(monkeypatch, visit=2)
     result = Trainer(settings).fit()
     assert result.skipped_steps == 1
-    assert "is left out, its loss or gradient is no number: scene_003" in caplog.text
+    assert "is skipped, its loss or gradient is NaN or infinite: scene_003" in caplog.text
     report = lines(settings)
     assert [line["skipped"] for line in report].count(True) == 1
     assert [line["skipped_steps"] for line in report][-1] == 1

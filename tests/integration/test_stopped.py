@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qflux.cli import main
+from helpers import run
 from qflux.data.images.decode import ImageFile, load_rgb
 from qflux.errors import CheckpointError, DataError, redacted
 from qflux.files.atomic import sweep
 from qflux.files.jsonl import append_line
+from worlds import HANG
 
 
 @pytest.fixture
@@ -28,12 +29,6 @@ def config_file(config, tmp_path):
     return str(file)
 
 
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    return int(ended.value.code or 0)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("moment", ["at once", "while torch is read", "while weights load"])
 def test_a_signal_ends_a_real_process_without_a_traceback(moment, number, config_file, tmp_path):
@@ -41,7 +36,7 @@ def test_a_signal_ends_a_real_process_without_a_traceback(moment, number, config
     where = {
         "at once": "import qflux.cli as spot; name = 'main'",
         "while torch is read": "import qflux.cli.terminal as spot; name = 'trainer_of'",
-        "while weights load": "import qflux.training.trainer as spot; name = 'load_transformer'",
+        "while weights load": "import qflux.models.pretrained as spot; name = 'load_transformer'",
     }[moment]
     program = f"""
 import os, sys, time
@@ -72,7 +67,7 @@ main(['fit', '--config', {config_file!r}])
     assert process.stdout is not None
     assert "here" in iter(lambda: process.stdout.readline().strip(), "")  # it says before where the run is
     process.send_signal(number)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=HANG)
     assert process.returncode == 130, error
     assert "Traceback" not in error
     assert "interrupted" in error
@@ -111,7 +106,7 @@ def test_a_pipe_is_no_image_and_is_not_waited_for(tmp_path, config_file, capsys)
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
-    thread.join(30)
+    thread.join(HANG)
     assert done, "it waits for somebody to write into the pipe"
     assert "not a regular file" in str(done[0])
     assert run("predict", "--config", config_file, "--image", str(pipe), "--prompt", "x") == 2

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers import tensors
 from qflux.cache.cache import EmbeddingCacheManager
 from qflux.cache.maintenance import verify
 from qflux.cache.migrate import migrate
@@ -235,10 +236,6 @@ def test_migration_writes_a_new_folder_and_leaves_the_old_one_alone(old_cache, t
         assert first.shapes == second.shapes
         for a, b in zip(tensors(first), tensors(second), strict=True):
             assert torch.equal(a, b)
-
-
-def tensors(encoded) -> list[torch.Tensor]:
-    return [encoded.text.tokens, encoded.target, *encoded.controls]
 
 
 def test_migrating_into_the_old_folder_is_refused(old_cache):

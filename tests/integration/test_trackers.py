@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
+from helpers import lines
 from qflux.commands import Trainer
-from qflux.config import Config
 
 HELD_OUT = ["data.held_out={count: 3}", "validation.images=2", "validation.num_inference_steps=2"]
-
-
-def lines(config: Config, name: str = "metrics.jsonl") -> list[dict]:
-    return [json.loads(line) for line in (config.run_dir / name).read_text().splitlines()]
 
 
 def test_tensorboard_gets_every_step_once_and_the_pictures(config):

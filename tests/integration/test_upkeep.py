@@ -6,12 +6,13 @@ import shutil
 import pytest
 import yaml
 
+from helpers import run, tree
 from qflux.cache.cache import EmbeddingCacheManager
 from qflux.cache.maintenance import verify
-from qflux.cli import main
 from qflux.commands import Trainer
 from qflux.errors import CacheError
 from qflux.files.locks import Claims
+from worlds import HANG
 
 
 @pytest.fixture
@@ -22,16 +23,6 @@ def project(config, data_set, cache, tmp_path):
     settings = config(f"data.path={tmp_path / 'data'}", f"cache.path={tmp_path / 'cache'}")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings.dump()))
     return settings
-
-
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(list(map(str, arguments)))
-    return int(ended.value.code)
-
-
-def tree(folder) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def damage(folder) -> None:
@@ -182,7 +173,7 @@ def test_cleaning_up_and_filling_do_not_meet(tmp_path):
     process = context.Process(target=hold, args=(tmp_path, started, done))
     process.start()
     try:
-        assert started.wait(60)
+        assert started.wait(HANG)
         claims = Claims(tmp_path)
         with pytest.raises(CacheError, match="being filled by another process"), claims.alone():
             pass
@@ -201,4 +192,4 @@ def hold(folder, started, done) -> None:
     with claims.sharing():
         claims.claim("ab" * 20)
         started.set()
-        done.wait(60)
+        done.wait(HANG)

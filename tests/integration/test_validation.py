@@ -12,15 +12,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from helpers import lines
 from qflux.commands import Trainer
-from qflux.config import Config
 from qflux.errors import Interrupted
 
 HELD_OUT = ["data.held_out={count: 3}", "validation.images=2", "validation.num_inference_steps=2"]
-
-
-def lines(config: Config, name: str = "metrics.jsonl") -> list[dict]:
-    return [json.loads(line) for line in (config.run_dir / name).read_text().splitlines()]
 
 
 def test_held_out_loss_is_the_same_for_the_same_weights_and_does_not_disturb_training(config):

@@ -102,6 +102,7 @@ def test_one_process_accumulating_four_equals_two_accumulating_two(recipe, optim
         assert relative_difference(alone, first) <= tolerance, way
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_a_rank_with_nothing_to_do_in_the_last_step_of_an_epoch_changes_nothing(recipe, way, tmp_path):
     """Ten samples in steps of four leave two for the third step; with three processes one has none."""
@@ -123,6 +124,7 @@ def test_all_weights_train_alike_on_one_process_and_on_shards(recipe, tmp_path):
     assert relative_difference(alone, shards[0]) <= 1e-6
 
 
+@pytest.mark.slow
 def test_a_run_may_go_on_with_another_number_of_processes(recipe, tmp_path):
     sgd, _ = OPTIMIZERS["SGD"]
     whole_run = recipe(*sgd, "run_name=whole", "train.gradient_accumulation_steps=2", "train.max_train_steps=4")
@@ -139,6 +141,7 @@ def test_a_run_may_go_on_with_another_number_of_processes(recipe, tmp_path):
     assert relative_difference(alone, moved[0]) <= 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [["train.ema={decay: 0.9}"], ["train.ema=null"]], ids=["ema", "plain"])
 def test_validation_and_resuming_do_not_disturb_a_sharded_model(recipe, extra, tmp_path):
     """Weights that stay gathered after validation would not see what is written into their shards."""
@@ -152,6 +155,7 @@ def test_validation_and_resuming_do_not_disturb_a_sharded_model(recipe, extra, t
         assert all(torch.equal(rarely[key], other[key]) for key in rarely)
 
 
+@pytest.mark.slow
 def test_a_transformer_written_from_shards_has_the_name_of_its_class(recipe, tmp_path):
     config = recipe("run_name=named", "train.method=full", "train.distributed=fsdp", "train.max_train_steps=1")
     trained(config, 2, tmp_path / "a")

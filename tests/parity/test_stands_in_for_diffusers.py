@@ -24,7 +24,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStream
 from PIL import Image
 from test_family_parity import samples_of, valid_rows
 
-from family_samples import REFERENCES, Models, PaddedBatch
+from family_samples import REFERENCES, Models, PaddedBatch, small_images
 from qflux.models import FluxTransformer2DModel, get_family
 
 BOTH = ["flux-kontext", "qwen-image-edit-plus"]
@@ -207,8 +207,8 @@ def test_several_images_of_a_prompt_are_those_of_the_stock_class(name, count):
         pipeline = getattr(diffusers, family.pipeline)(**{k: v for k, v in vars(parts).items() if v is not None})
         pipeline.set_progress_bar_config(disable=True)
         image = {} if name == "qwen-image" else {"image": Image.new("RGB", (64, 64), "teal")}
-        images.append(
-            pipeline(
+        with small_images(64 * 64):
+            drawn = pipeline(
                 prompt="make it red",
                 negative_prompt="blue",
                 num_images_per_prompt=count,
@@ -218,8 +218,8 @@ def test_several_images_of_a_prompt_are_those_of_the_stock_class(name, count):
                 generator=torch.Generator().manual_seed(0),
                 output_type="pt",
                 **image,
-            ).images
-        )
+            )
+        images.append(drawn.images)
     assert len(images[0]) == count
     assert torch.equal(*images)
 

@@ -10,6 +10,7 @@ import pytest
 from qflux.data import reader
 from qflux.data.reader import read_ahead
 from qflux.errors import CacheError
+from worlds import HANG
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3, 8])
@@ -57,7 +58,7 @@ def test_a_read_that_never_returns_does_not_keep_the_process_alive():
         "ahead = reader.read_ahead(lambda seconds: time.sleep(seconds), [0, 1000, 1000], 2)\n"
         "next(ahead)\nahead.close()"
     )
-    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", program], timeout=HANG, check=True)
 
 
 def test_a_stuck_read_is_named_while_it_lasts(monkeypatch, caplog):

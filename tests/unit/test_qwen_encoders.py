@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import diffusers
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
+from helpers import picture
 from qflux.data.encoded import Prompt, TextLimit
 from qflux.errors import DataError
 from qflux.models import get_family
 from qflux.models.qwen_image.prompts import ONE_IMAGE, PICTURES, TEXT_TO_IMAGE, condition_size
 from qflux.ragged.patches import pack
 from qflux.ragged.shapes import token_shape
-
-
-def picture(width: int, height: int, seed: int = 0) -> Image.Image:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
 
 
 @pytest.fixture(scope="module")

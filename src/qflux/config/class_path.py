@@ -10,15 +10,13 @@ from typing import Any
 from qflux.errors import ConfigError
 
 
-def load_class(setting: str, class_path: str, remedy: str) -> type[Any]:
-    """The class that `setting` names; a `ConfigError` if there is none."""
+def load_class(setting: str, class_path: str, remedy: str) -> Any:
+    """What `setting` names, which should be a class; a `ConfigError` if there is nothing of that name."""
     module_name, _, class_name = class_path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"{setting}: {class_path} can't be imported: {error}", remedy) from None
-    if not inspect.isclass(found):
-        raise ConfigError(f"{setting}: {class_path} is no class", remedy)
     return found
 
 

@@ -5,6 +5,7 @@ Shapes: B samples, M target tokens of the micro-batch, C channels.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -45,6 +46,8 @@ def build_loss(settings: LossSettings) -> Callable[..., Tensor]:
     """
     if settings.class_path is not None:
         own = load_class("loss.class_path", settings.class_path, "check the name, and that its module can be imported.")
+        if not inspect.isclass(own):
+            raise ConfigError(f"loss.class_path: {settings.class_path} is no class", "name a class with a __call__.")
         loss = make("loss", own, settings.init_args)
         if not callable(loss):
             raise ConfigError(f"loss.class_path: {settings.class_path} can't be called", "give it a __call__.")

@@ -41,13 +41,16 @@ class RawTable:
     """Rows that can't be read, and why."""
 
 
-def read_rows(path: Path) -> RawTable:
-    """The rows of a table of any kind; an error if it is none."""
+def read_rows(path: Path, strict: bool = True) -> RawTable:
+    """The rows of a table of any kind; an error if it is none.
+
+    Where a CSV table can't be read from a line on, that is an error too, or if `strict` is false a fault of that line.
+    """
     if not path.is_file():
         raise DataError(f"no file {path}{current_folder(path)}", "check the path of the source.")
     try:
         if path.suffix.lower() in (".csv", ".tsv"):
-            return _csv(path)
+            return _csv(path, strict)
         return _json(path) if path.suffix.lower() == ".json" else _json_lines(path)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}", "save it as UTF-8.") from None
@@ -88,7 +91,7 @@ def _place(path: Path, line: int) -> str:
     return shown(f"{path.parent.name}/{path.name}:{line}" if path.parent.name else f"{path.name}:{line}")
 
 
-def _csv(path: Path) -> RawTable:
+def _csv(path: Path, strict: bool) -> RawTable:
     csv.field_size_limit(1 << 24)
     separator = _separator(path)
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -98,14 +101,19 @@ def _csv(path: Path) -> RawTable:
         if twice:
             raise DataError(f"{path} has the column {twice[0]!r} twice", "rename one of them.")
         start = reader.line_num + 1
-        for row in reader:
-            if None in row:
-                mark = {",": "comma", ";": "semicolon", "\t": "tab"}.get(separator, separator)
-                problem = f"more values than columns ({row[None]!r}); a text with a {mark} needs quotes"
-                table.faults.append((start, problem))
-            else:
-                table.rows.append((start, row))
-            start = reader.line_num + 1
+        try:
+            for row in reader:
+                if None in row:
+                    mark = {",": "comma", ";": "semicolon", "\t": "tab"}.get(separator, separator)
+                    problem = f"more values than columns ({row[None]!r}); a text with a {mark} needs quotes"
+                    table.faults.append((start, problem))
+                else:
+                    table.rows.append((start, row))
+                start = reader.line_num + 1
+        except csv.Error as error:
+            if strict:
+                raise
+            table.faults.append((start, f"from here on the table can't be read: {error}"))
     return table
 
 

@@ -239,7 +239,7 @@ def _folder(folder: Path) -> Iterator[Row]:
 
 def _table(path: Path) -> Iterator[Row]:
     """The rows of a table in its order, those that can't be read among them."""
-    table = read_rows(path)
+    table = read_rows(path, strict=False)
     is_csv = path.suffix.lower() in (".csv", ".tsv")
     unknown = _unknown(table.columns) if is_csv else None
     if unknown:

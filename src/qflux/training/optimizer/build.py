@@ -18,7 +18,7 @@ def build_optimizer(settings: OptimizerSettings, parameters: Sequence[nn.Paramet
     """An instance of `settings.class_path`; a class or an argument that does not exist is a `ConfigError`."""
     remedy = "install the package it comes from, or use torch.optim.AdamW."
     kind = load_class("optimizer.class_path", settings.class_path, remedy)
-    if not issubclass(kind, torch.optim.Optimizer):
+    if not (inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)):
         raise ConfigError(f"optimizer.class_path: {settings.class_path} is not a torch optimizer")
     if kind is torch.optim.LBFGS:
         raise ConfigError("optimizer.class_path: LBFGS evaluates the loss several times a step, which is not supported")
