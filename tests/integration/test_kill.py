@@ -16,7 +16,7 @@ from helpers import fit, lines
 from qflux.config import Config
 from worlds import HANG, World
 
-KILLS, STEPS, EVERY = 20, 200, 10
+EVERY = 10
 
 
 def steps_done(config: Config) -> int:
@@ -24,24 +24,30 @@ def steps_done(config: Config) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
-def result(config: Config) -> dict[str, bytes]:
+def result(config: Config, steps: int) -> dict[str, bytes]:
     """What a run ends with: the adapter, the best one, and the last checkpoint with average and optimizer."""
-    last = config.run_dir / "checkpoints" / f"step-{STEPS:08d}"
+    last = config.run_dir / "checkpoints" / f"step-{steps:08d}"
     files = [*last.iterdir(), *(config.run_dir / "adapter").iterdir(), *(config.run_dir / "best").iterdir()]
     return {
         str(f.relative_to(config.run_dir)): f.read_bytes() for f in files if f.suffix != ".md"
     }  # it has the run's name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2])
-def test_kill_9_at_twenty_moments_of_a_run_ends_in_the_same_bytes(config, tmp_path, size):
+@pytest.mark.parametrize(
+    ("size", "kills", "steps"),
+    [
+        (1, 3, 30),
+        pytest.param(1, 20, 200, marks=pytest.mark.slow),
+        pytest.param(2, 20, 200, marks=pytest.mark.slow),
+    ],
+)
+def test_kill_9_at_any_moment_of_a_run_ends_in_the_same_bytes(config, tmp_path, size, kills, steps):
     def settings(name: str) -> Config:
         return config(
             f"run_name={name}",
             "data.batch_size=1",
             "data.held_out={count: 2}",
-            f"train.max_train_steps={STEPS}",
+            f"train.max_train_steps={steps}",
             f"train.checkpoint_every={EVERY}",
             "train.ema={decay: 0.99}",
             "train.lr_scheduler=cosine",
@@ -54,8 +60,8 @@ def test_kill_9_at_twenty_moments_of_a_run_ends_in_the_same_bytes(config, tmp_pa
     World(fit, whole, size, tmp_path / "whole").finish()
 
     moments = random.Random(size)
-    goals = sorted(moments.sample(range(1, STEPS - 1), KILLS - 2))
-    for number, goal in enumerate([0, *goals, STEPS - 1]):
+    goals = sorted(moments.sample(range(1, steps - 1), kills - 2))
+    for number, goal in enumerate([0, *goals, steps - 1]):
         world = World(fit, killed, size, tmp_path / f"notes-{number}")
         if number % 5 == 0:
             time.sleep(moments.uniform(0.0, 0.3))  # while it loads, resumes, or checks that all will work
@@ -69,8 +75,8 @@ def test_kill_9_at_twenty_moments_of_a_run_ends_in_the_same_bytes(config, tmp_pa
         assert not (killed.run_dir / "adapter").exists(), "killed too late to prove anything"
     World(fit, killed, size, tmp_path / "last").finish()
 
-    assert result(killed) == result(whole)
-    assert [line["step"] for line in lines(killed)] == list(range(1, STEPS + 1))
+    assert result(killed, steps) == result(whole, steps)
+    assert [line["step"] for line in lines(killed)] == list(range(1, steps + 1))
     for name, keys in (("metrics.jsonl", ("step", "loss", "grad_norm", "learning_rate")), ("validation.jsonl", None)):
         first, second = (
             [{key: line[key] for key in keys or line} for line in lines(settings, name)] for settings in (killed, whole)

@@ -184,7 +184,6 @@ def test_further_controls_and_masks_are_shown(tmp_path, browser):
     assert captions == ["output after step 0", "control", "control 2", "mask", "wanted"]
 
 
-@pytest.mark.slow
 def test_runs_are_compared_on_one_kind_of_axis(tmp_path):
     import re
 
@@ -255,7 +254,6 @@ def test_a_folder_with_next_to_nothing_still_has_a_report(tmp_path, browser):
     assert RunFolder(tmp_path).edits == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "text"),
     [
@@ -284,7 +282,6 @@ def test_damage_costs_no_report(tmp_path, file, text):
         assert "&lt;b&gt;" in page
 
 
-@pytest.mark.slow
 def test_runs_of_the_same_name_are_told_apart_and_spikes_are_drawn(tmp_path):
     for parent in ("a", "b"):
         folder = tmp_path / parent / "run"
@@ -297,7 +294,6 @@ def test_runs_of_the_same_name_are_told_apart_and_spikes_are_drawn(tmp_path):
     assert ">100</text>" in page
 
 
-@pytest.mark.slow
 def test_what_is_no_run_is_said_to_be_none(tmp_path, capsys):
     for path in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(DataError, match="no run"):
@@ -308,7 +304,6 @@ def test_what_is_no_run_is_said_to_be_none(tmp_path, capsys):
     assert "config.yaml" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "logarithmic"),
     [([6.0, 0.3, 0.1], True), ([1e-7, 3.0], True), ([0.5, 0.3], False), ([6.0, 0.0], False), ([0.2], False)],
@@ -323,7 +318,6 @@ def test_a_loss_that_falls_far_is_drawn_on_a_logarithmic_axis(values, logarithmi
     assert all(0 <= axis.share(mark) <= 1 for mark in axis.marks)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0), (3, 3), (-2, 5), (0, 1e-9), (0, 87_654_321), (0.1, 0.1)])
 def test_ticks_are_few_round_and_cover_the_range(low, high):
     found = ticks(low, high)
