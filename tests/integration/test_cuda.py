@@ -1,4 +1,4 @@
-"""What only a GPU can show: nothing waits inside a step, a step that is no number is left out on the device."""
+"""What only a GPU can show: nothing waits inside a step, a step that is NaN is skipped on the device."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from qflux.losses.objective import Objective
 from qflux.models import get_family
 from qflux.models.family import ModelInputs
 from qflux.models.loading import save_checkpoint
+from qflux.ragged.shapes import Shapes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -137,7 +138,7 @@ def test_gradients_of_fast_attention_are_those_of_plain_attention(name, sizes):
     width, pooled = transformer.config.joint_attention_dim, getattr(transformer.config, "pooled_projection_dim", 1)
     inputs = ModelInputs(
         torch.randn(sum(2 * rows * columns for _, rows, columns in sizes), 64, **options),
-        [[size, size] for size in sizes],
+        [Shapes((size,), (size,)) for size in sizes],
         [TextEmbedding(torch.randn(40, width, **options), torch.randn(pooled, **options)) for _ in sizes],
         torch.rand(len(sizes), device="cuda"),
         3.5,

@@ -17,6 +17,7 @@ from qflux.ragged import fused
 from qflux.ragged.heads import join_heads, join_turned_heads, turned_heads
 from qflux.ragged.layout import PackedLayout
 from qflux.ragged.modulation import add_gated, norm_modulate
+from qflux.ragged.shapes import Shapes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -85,7 +86,7 @@ def test_a_whole_transformer(name, adapter, monkeypatch):
     family = get_family(name)
     transformer = family.tiny(0).transformer.to("cuda", torch.bfloat16)
     if adapter:
-        inject(transformer, LoraSettings(rank=4), seed=0)
+        inject(transformer, LoraSettings(rank=4), family.facts.lora_targets, seed=0)
         for key, parameter in transformer.named_parameters():
             if "lora_B" in key:
                 nn.init.normal_(parameter, std=0.1)
@@ -102,7 +103,8 @@ def test_a_whole_transformer(name, adapter, monkeypatch):
     pooled = getattr(transformer.config, "pooled_projection_dim", None)
     text = [TextEmbedding(numbers(n, width), numbers(pooled) if pooled else None) for n in (5, 9, 2)]
     images = numbers(tokens, transformer.config.in_channels)
-    inputs = ModelInputs(images, shapes, text, torch.tensor([0.2, 0.9, 0.5], device="cuda"), 3.5)
+    grids = [Shapes(tuple(sample[:1]), tuple(sample[1:])) for sample in shapes]
+    inputs = ModelInputs(images, grids, text, torch.tensor([0.2, 0.9, 0.5], device="cuda"), 3.5)
     with torch.no_grad():
         actual = family.velocity(transformer, inputs).float()
         monkeypatch.setattr(fused, "ready", lambda tokens: False)

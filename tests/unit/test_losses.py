@@ -12,6 +12,7 @@ from qflux.config import LossSettings, TimestepSettings
 from qflux.data.batch import Batch, NoisySample
 from qflux.data.encoded import EncodedSample, TextEmbedding
 from qflux.data.sample import Sample
+from qflux.errors import ConfigError
 from qflux.losses import AttentionMaskMseLoss, MaskEditLoss, MseLoss, Objective
 from qflux.losses.objective import StepSize, sample_weight
 from qflux.losses.timesteps import NoiseLevels, NoiseShift, level_weight
@@ -308,3 +309,62 @@ def test_the_documents_call_is_understood_and_deprecated():
     assert torch.equal(found, loss(prediction, target, edit_mask=mask, weighting=weighting, reduction="none"))
     with pytest.raises(ValueError, match="given twice"):
         loss(prediction, target, edit_mask=mask, mask=mask)
+
+
+class Huber:
+    """A loss of somebody's own: what `loss.class_path` takes."""
+
+    def __init__(self, delta: float = 0.5) -> None:
+        self.delta = delta
+
+    def __call__(self, prediction, target, edit_mask=None, reduction="none"):
+        return torch.nn.functional.huber_loss(prediction.float(), target, reduction=reduction, delta=self.delta)
+
+
+class Total:
+    """A loss that forgets what it is asked for."""
+
+    def __call__(self, prediction, target, edit_mask=None, reduction="none"):
+        return (prediction - target).square().mean()
+
+
+def test_a_loss_of_ones_own_is_weighted_as_the_others_are():
+    batch = batch_of([5, 2, 9], [None, None, None])
+    settings = LossSettings(class_path=f"{__name__}.Huber", init_args={"delta": 0.1})
+    prediction = torch.randn(16, 4)
+    loss, terms = Objective(settings)(prediction, batch)
+    errors = torch.nn.functional.huber_loss(prediction, batch.velocity(), reduction="none", delta=0.1).mean(-1)
+    assert torch.allclose(terms, torch.stack([part.mean() for part in errors.split([5, 2, 9])]))
+    assert torch.allclose(loss, (terms * batch.weight).sum())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"class_path": "nowhere.Loss"}, "can't be imported"),
+        ({"class_path": "math.pi"}, "is no class"),
+        ({"class_path": f"{__name__}.Huber", "init_args": {"gamma": 1}}, "Huber takes delta"),
+        ({"class_path": f"{__name__}.Total"}, "returns .* for 2 tokens"),
+    ],
+)
+def test_a_loss_that_can_not_be_used_is_a_config_error(settings, message):
+    with pytest.raises(ConfigError, match=rf"loss\.(.|\n)*{message}"):
+        Objective(LossSettings(**settings))(torch.zeros(2, 4), batch_of([2], [None]))
+
+
+def test_both_spellings_of_the_mask_loss_mean_the_same():
+    assert LossSettings(kind="mask") == LossSettings(use_mask_loss=True)
+    assert not LossSettings(kind="mse").use_mask_loss
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "mse", "use_mask_loss": True}, "contradict each other"),
+        ({"kind": "mask", "class_path": "a.B"}, "set one of them"),
+        ({"init_args": {"a": 1}}, "init_args are for class_path"),
+    ],
+)
+def test_settings_of_the_loss_that_do_not_go_together_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LossSettings(**settings)

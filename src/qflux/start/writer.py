@@ -175,7 +175,7 @@ def _rest(plan: Plan) -> list[str]:
     )
     return [
         "loss:",
-        f"  use_mask_loss: {str(bool(seen.masks)).lower()} # {seen.masks} of {len(seen.samples)} samples have a mask",
+        f"  kind: {'mask' if seen.masks else 'mse'} # {seen.masks} of {len(seen.samples)} samples have a mask",
         "",
         "validation:",
         "  images: 4 # held-out edits that are drawn at every checkpoint",
