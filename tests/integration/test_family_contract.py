@@ -19,6 +19,7 @@ from qflux.adapters.attach import Weighted
 from qflux.adapters.files import read_adapter
 from qflux.commands import Trainer
 from qflux.config import load_config
+from qflux.data.encoded import COMPLETE
 from qflux.demo.data import write_data_set
 from qflux.errors import DataError
 from qflux.models import get_family
@@ -163,7 +164,7 @@ def test_facts_are_those_of_the_components(project):
     """What is known without torch, and what the real classes say."""
     facts, widths = project.family.facts, project.family.widths(project.parts.transformer)
     assert widths.image == facts.image_channels
-    encoded = project.trainer.samples().training[0].embeddings.load((True, True))
+    encoded = project.trainer.samples().training[0].embeddings.load(COMPLETE)
     assert encoded.target.shape == (encoded.shapes.target_tokens, widths.image)
     assert encoded.text.tokens.shape[-1] == widths.text
     assert (encoded.text.pooled is None) == (widths.pooled is None)

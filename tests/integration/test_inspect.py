@@ -87,7 +87,7 @@ def test_a_sample_that_fits_no_micro_batch_is_an_error(config):
 
 
 def test_pictures_show_the_hardest_images_and_one_batch(inspected):
-    sheet, batch = contact_sheet(inspected.samples.all), batch_picture(inspected)
+    sheet, batch = contact_sheet(inspected.samples), batch_picture(inspected)
     assert sheet.width > 1000
     assert batch.width == 980
     assert len(set(sheet.resize((50, 50)).convert("L").tobytes())) > 20, "it is not blank"

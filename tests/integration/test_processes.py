@@ -42,7 +42,7 @@ def refused(config: Config, rank: int) -> None:
         Trainer(config).fit()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_to_one_process_stops_all_of_them_at_the_same_step(config, tmp_path, number):
     shared = ["data.batch_size=2", "train.max_train_steps=6"]
     settings = config(*shared, "run_name=stopped")

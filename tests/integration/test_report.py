@@ -277,7 +277,7 @@ def test_damage_costs_no_report(tmp_path, file, text):
     page = write_report([tmp_path], tmp_path / "report.html").read_text()
     assert "Summary" in page
     if file == "validation.jsonl":
-        assert "1.5000 → no number" in page
+        assert "1.5000 → NaN" in page
     if file == "warnings.jsonl":
         assert "&lt;b&gt;" in page
 

@@ -29,8 +29,11 @@ def config_file(config, tmp_path):
     return str(file)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("moment", ["at once", "while torch is read", "while weights load"])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "moment",
+    ["at once", pytest.param("while torch is read", marks=pytest.mark.slow), "while weights load"],
+)
 def test_a_signal_ends_a_real_process_without_a_traceback(moment, number, config_file, tmp_path):
     """The process says itself when it is where the signal should find it."""
     where = {

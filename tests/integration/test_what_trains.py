@@ -22,7 +22,7 @@ SGD = ["optimizer.class_path=torch.optim.SGD", "optimizer.init_args={lr: 0.1}"]
 
 
 @pytest.mark.parametrize("kind", ["dora", "lokr", "loha"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_every_kind_of_adapter_trains_resumes_and_predicts(config, tmp_path, kind, dtype):
     shared = [f"lora.type={kind}", f"model.dtype={dtype}", "cache.path=null", "optimizer.init_args={lr: 0.02}"]
     Trainer(config(*shared)).cache()

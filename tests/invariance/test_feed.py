@@ -49,7 +49,7 @@ def test_batches_are_the_same_whatever_the_number_of_workers(config, batching):
 
 
 @pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit", "qwen-image-edit-plus"])
-@pytest.mark.parametrize("batching", [{"batch_size": 3}, {"max_tokens": 1500}])
+@pytest.mark.parametrize("batching", [{"batch_size": 3}, pytest.param({"max_tokens": 1500}, marks=pytest.mark.slow)])
 def test_batches_are_the_same_with_and_without_the_cache(name, batching, data_set, tmp_path):
     family = get_family(name)
     save_checkpoint(family.tiny(0), tmp_path / "model", family.pipeline)

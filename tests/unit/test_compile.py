@@ -11,6 +11,9 @@ from torch._dynamo.utils import counters
 from family_samples import Models, lora_parameters, random_sample
 from qflux.ragged.compilation import compile_blocks
 
+# Compiling takes a minute; that an ordinary call compiles at all is tested quickly in `test_stands_in_for_diffusers`.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(params=["flux-kontext", "qwen-image-edit, zero_cond_t"])
 def compiled(request):
