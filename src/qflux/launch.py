@@ -28,8 +28,8 @@ class Launch:
 
 def launched() -> Launch:
     """The processes of this program. It is read anew each time: a test may run several worlds in one process."""
-    size = _number("WORLD_SIZE", 1)
-    return Launch(_number("RANK", 0), _number("LOCAL_RANK", 0), size) if size > 1 else Launch()
+    size, local_rank = _number("WORLD_SIZE", 1), _number("LOCAL_RANK", 0)  # that alone chooses a GPU, too
+    return Launch(_number("RANK", 0) if size > 1 else 0, local_rank, size)
 
 
 def _number(name: str, default: int) -> int:

@@ -181,6 +181,7 @@ def test_the_same_command_goes_on_and_notices_new_pictures(tmp_path, monkeypatch
     assert "4 steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_with_its_options_too(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     written(day_and_night, tmp_path / "1e3", 12)  # the name of a folder may look like a number

@@ -366,6 +366,12 @@ def test_a_job_that_fails_late_does_not_repeat_the_others(settings, images, tmp_
     assert draws == []
 
 
+def test_further_images_are_counted_from_wherever_somebody_begins(images):
+    (images / "jobs.csv").write_text("image_1,image_0,prompt\ni1.png,i0.png,x\n")
+    (job,) = read_jobs(images / "jobs.csv").jobs
+    assert [path.name for path in job.images] == ["i0.png", "i1.png"]
+
+
 def test_an_unknown_column_is_an_error_with_the_known_ones(tmp_path):
     (tmp_path / "jobs.csv").write_text("picture,prompt\nx.png,y\n")
     with pytest.raises(DataError, match="a column 'picture' that means nothing here"):

@@ -301,6 +301,12 @@ def test_the_configs_lora_is_used_whatever_names_the_edit(config_file, trained, 
     assert [adapter["name"] for adapter in notes["adapters"]] == [FILE_NAME]
 
 
+def test_a_missing_image_is_named_before_anything_is_loaded(config_file, capsys, monkeypatch):
+    monkeypatch.setattr("qflux.commands.Trainer.predictor", lambda *_: pytest.fail("the model is loaded"))
+    assert run("predict", "--config", config_file(), "--image", "missing.png", "--prompt", "x") == 2
+    assert "missing.png" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", [["--prompt-2", "x"], ["--image", "x.png"]])
 def test_options_of_one_edit_need_its_prompt(option, config_file, capsys):
     assert run("predict", "--config", config_file("predict.prompts=[a]"), *option) == 2

@@ -58,7 +58,7 @@ def test_a_signal_to_one_process_stops_all_of_them_at_the_same_step(config, tmp_
 def test_an_error_reaches_every_process(config, tmp_path):
     Trainer(config("train.max_train_steps=1", "data.batch_size=2")).fit()
     changed = config("train.max_train_steps=2", "data.batch_size=2", "lora.rank=8")
-    World(failing, changed, 2, tmp_path / "notes").finish(60)
+    World(failing, changed, 2, tmp_path / "notes").finish()
 
 
 def test_two_runs_on_one_folder_are_refused_on_every_process(config, tmp_path):
@@ -66,7 +66,7 @@ def test_two_runs_on_one_folder_are_refused_on_every_process(config, tmp_path):
 
     settings = config()
     with exclusive(settings.run_dir):
-        World(refused, settings, 2, tmp_path / "notes").finish(60)
+        World(refused, settings, 2, tmp_path / "notes").finish()
 
 
 @pytest.mark.slow

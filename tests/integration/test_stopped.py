@@ -17,7 +17,7 @@ import yaml
 from helpers import run
 from qflux.data.images.decode import ImageFile, load_rgb
 from qflux.errors import CheckpointError, DataError, redacted
-from qflux.files.atomic import sweep
+from qflux.files.atomic import new_folder, sweep
 from qflux.files.jsonl import append_line
 from worlds import HANG
 
@@ -130,6 +130,15 @@ def test_what_a_kill_has_left_beside_a_picture_is_swept_and_nothing_else(tmp_pat
     sweep(tmp_path)
     assert not stranger.exists()
     assert all(file.exists() for file in others)
+
+
+def test_what_a_kill_has_left_of_a_folder_goes_with_the_next_attempt(tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    (tmp_path / f".transformer.{dead.pid}.tmp").mkdir()
+    with new_folder(tmp_path / "transformer") as staging:
+        (staging / "weights").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["transformer"]
 
 
 def test_a_prediction_sweeps_what_an_earlier_one_left(config_file, data_set, tmp_path):

@@ -54,7 +54,7 @@ def test_full_fine_tuning_writes_a_transformer_that_diffusers_loads_and_predict_
 
     image = Image.effect_noise((96, 96), 80).convert("RGB")
     replaced = config(f"model.transformer={result.adapter}", "predict.num_inference_steps=2")
-    (base,), (tuned,) = (Trainer(c).predict([[image]], ["x"]) for c in (settings, replaced))
+    (base,), (tuned,) = (Trainer(c).predict([[image]], ["x"], size=(96, 96)) for c in (settings, replaced))
     assert np.abs(np.asarray(base, dtype=int) - np.asarray(tuned, dtype=int)).max() > 1
 
 

@@ -361,6 +361,7 @@ def test_both_spellings_of_the_mask_loss_mean_the_same():
     ("settings", "message"),
     [
         ({"kind": "mse", "use_mask_loss": True}, "contradict each other"),
+        ({"kind": "mask", "use_mask_loss": False}, "contradict each other"),
         ({"kind": "mask", "class_path": "a.B"}, "set one of them"),
         ({"init_args": {"a": 1}}, "init_args are for class_path"),
     ],

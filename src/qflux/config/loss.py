@@ -96,11 +96,12 @@ class LossSettings(Section):
         """`kind: mask` and `use_mask_loss: true` say the same; whichever is given, both are set."""
         if not isinstance(values, dict):
             return values
-        kind, is_masked = values.get("kind"), values.get("use_mask_loss") is True
-        if is_masked and kind not in (None, "mask"):
-            raise ValueError(f"kind: {kind} and use_mask_loss: true contradict each other; set one of them")
-        masked = kind == "mask" or is_masked
-        return {**values, "kind": "mask", "use_mask_loss": True} if masked else values
+        kind, masked = values.get("kind"), values.get("use_mask_loss")
+        if kind is not None and isinstance(masked, bool) and masked != (kind == "mask"):
+            spelled = str(masked).lower()
+            raise ValueError(f"kind: {kind} and use_mask_loss: {spelled} contradict each other; set one of them")
+        is_masked = kind == "mask" or masked is True
+        return {**values, "kind": "mask", "use_mask_loss": True} if is_masked else values
 
     @model_validator(mode="after")
     def _one_loss(self) -> LossSettings:

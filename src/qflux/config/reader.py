@@ -25,6 +25,10 @@ _SHOWN = 100
 """Problems that are worked out; the others are only counted."""
 
 
+_ALSO = {"loss.kind": "use_mask_loss", "loss.use_mask_loss": "kind"}
+"""Settings with a second spelling in the same section."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads `1e-4` as a string; a learning rate is a number. A key that stands twice is an error."""
 
@@ -167,6 +171,7 @@ def _override(values: dict[str, Any], override: str) -> None:
         if not isinstance(child, dict):
             raise ConfigError(f"--set {cut(override)}: {'.'.join(keys[: depth + 1])} is a value, not a section")
         node = child
+    node.pop(_ALSO.get(".".join(keys), ""), None)  # what is said last holds
     try:
         node[keys[-1]] = _parse(text)
     except ValueError as error:

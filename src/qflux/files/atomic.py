@@ -94,6 +94,7 @@ def new_folder(final: Path) -> Iterator[Path]:
     `restore_folder` finds it.
     """
     staging, aside = final.with_name(f".{final.name}.{os.getpid()}.tmp"), _aside(final)
+    sweep(final.parent, final.name)  # a killed attempt may have left as much as a whole transformer
     shutil.rmtree(staging, ignore_errors=True)
     try:
         staging.mkdir(parents=True)

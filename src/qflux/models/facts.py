@@ -91,7 +91,7 @@ class Facts:
             allowed = f"{least} or more" if most is None else f"{least}" if least == most else f"{least} to {most}"
             raise DataError(f"{what}: {count} control images; {self.name} takes {allowed}", remedy)
 
-    def is_spelled(self, pretrained: str) -> bool:
-        """Whether a hub id or a folder's name looks like a checkpoint of this family."""
-        lowered = pretrained.lower()
-        return lowered == self.hub_id.lower() or any(re.search(pattern, lowered) for pattern in self.spellings)
+    def spelled_in(self, name: str) -> int:
+        """How many letters of a name speak for this family: 0 if it does not look like one of its checkpoints."""
+        found = (re.search(pattern, name.lower()) for pattern in self.spellings)
+        return max((len(match[0]) for match in found if match), default=0)

@@ -72,7 +72,16 @@ def _family_of(pretrained: str) -> str | None:
     known = registry.all_facts()
     by_pipeline = next((facts.name for facts in known if facts.pipeline == described), None)
     by_id = next((facts.name for facts in known if facts.hub_id.lower() == pretrained.lower()), None)
-    return by_pipeline or by_id or next((facts.name for facts in known if facts.is_spelled(pretrained)), None)
+    return by_pipeline or by_id or _by_name(pretrained)
+
+
+def _by_name(pretrained: str) -> str | None:
+    """The innermost folder says most, and of two families that it names the one it names in more words."""
+    for part in reversed(pretrained.split("/")):
+        nearest = max(registry.all_facts(), key=lambda facts: facts.spelled_in(part))
+        if nearest.spelled_in(part):
+            return nearest.name
+    return None
 
 
 def _gigabytes(folder: Path) -> float | None:

@@ -138,7 +138,7 @@ def chart(config: Config, pretrained: Pretrained, dataset: Dataset, world: World
     require_same_data(past, identity, paths.ledger, dataset.training, accept_data_change)
     warn_of_length(past, config.train, total)
 
-    for _, probe in settings_probes(config, family, total):
+    for _, probe in settings_probes(config, family, total, goes_on=past is not None):
         probe()
     trained_weights(config, family)
     if config.lora.init_from and past is not None:

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -98,8 +98,8 @@ class Loop:
         self._update = parts.state.update
         self._metrics = parts.metrics
         self._journal: Journal | None = None
-        self._padding: list[StepReport] = []
-        """The reports of the current epoch."""
+        self._padding: list[float] = []
+        """The share of it in each step of the current epoch."""
         self._any_taken = False
         self._best: float | None = None
         self._consistent_after: int | None = None
@@ -129,6 +129,7 @@ class Loop:
     def _steps(self, done: int) -> HeldOut | None:
         """Do the steps; what the last validation found is returned."""
         parts, update, metrics, found = self._parts, self._update, self._metrics, None
+        metrics.clock.lap()  # the rehearsal and the first validation are no part of the first step
         with closing(parts.batches.steps(done, parts.total)) as steps:
             for step in steps:
                 # Adapter dropout draws from torch's generator: the same whatever came before this step.
@@ -192,10 +193,11 @@ class Loop:
 
     def _warn_of_padding(self, report: StepReport) -> None:
         """Say after an epoch that too much padding was computed in it."""
-        self._padding = [other for other in self._padding if other.epoch == report.epoch] + [report]
-        ends = self._parts.state.plan.first_step(report.epoch + 1), report.total_steps
-        padding = fmean(other.padding_ratio for other in self._padding)
-        if report.step in ends and padding > MOST_PADDING:
+        self._padding.append(report.padding_ratio)
+        if report.step not in (self._parts.state.plan.first_step(report.epoch + 1), report.total_steps):
+            return
+        padding, self._padding = fmean(self._padding), []
+        if padding > MOST_PADDING:
             logger.warning(
                 "%.0f %% of what was computed in epoch %d is padding; train.execution: packed computes none",
                 100 * padding,
@@ -279,18 +281,20 @@ class Loop:
         if not parts.model.is_full and self._journal:
             record, picture = Record.of(self._config), self._journal.newest_picture
             write_card(result.parent, record, parts.model.family, result.name, picture)
-        # Of all steps: the run may have begun in another process.
-        written = RunFolder(self._paths.root)
+        # Of all steps: the run may have begun in another process. Other nodes may not see the folder.
+        written = self._world.first(lambda: RunFolder(self._paths.root))
+        counted = self._world.share(asdict(written.coverage) if written else {})
+        losses = self._world.share([written.losses[0], written.losses[-1]] if written and written.losses else None)
         return FitResult(
             result,
             parts.total,
             done,
-            first_loss=written.losses[0] if written.losses else None,
-            last_loss=written.losses[-1] if written.losses else None,
+            first_loss=losses[0] if losses else None,
+            last_loss=losses[1] if losses else None,
             skipped_steps=parts.reporter.skipped,
             held_out_loss=found.loss if found else None,
             best=parts.checkpoints.best(),
-            coverage=written.coverage,
+            coverage=Coverage(**(counted | {"skipped": tuple(counted["skipped"])})),
         )
 
     def _rehearse(self) -> None:

@@ -109,16 +109,18 @@ def predict(options: PredictOptions) -> None:
 def _predict_one(trainer: Trainer, options: PredictOptions, loras: list[Weighted]) -> None:
     from qflux.sampling.jobs.gallery import image_file  # noqa: PLC0415
     from qflux.sampling.jobs.lists import Job  # noqa: PLC0415
-    from qflux.sampling.jobs.run import predict_one  # noqa: PLC0415
+    from qflux.sampling.jobs.run import opened, predict_one  # noqa: PLC0415
 
     images = tuple(map(expanded, options.image or []))
     output = image_file(expanded(options.output or Path("prediction.png")), images)
     job = Job(output.stem, images, options.prompt or "", options.prompt_2, options.negative_prompt)
+    edit = opened(job, trainer.config.predict)  # what is missing is said before a model is loaded
+    output.parent.mkdir(parents=True, exist_ok=True)
     predictor = trainer.predictor(loras)
     with progress_bar() as bar:
         task = bar.add_task("predict", total=None, note="")
         made = predict_one(
-            trainer.config, predictor, loras, job, output, lambda n, total: bar.update(task, completed=n, total=total)
+            trainer.config, predictor, loras, edit, output, lambda n, total: bar.update(task, completed=n, total=total)
         )
     say(f"{made.width}x{made.height}, seed {trainer.config.predict.seed}: {output}")
 

@@ -18,7 +18,7 @@ from typing import Any
 from qflux.config.sampling import PredictSettings
 from qflux.data.images.decode import SUFFIXES
 from qflux.data.images.sizes import AskedSize, asked_size
-from qflux.data.sources.naming import further_control, masked_base, numbered
+from qflux.data.sources.naming import further_control, masked_base
 from qflux.data.sources.tables import is_text, read_rows
 from qflux.errors import DataError
 
@@ -175,7 +175,7 @@ def _images(row: Mapping[str, Any]) -> list[str]:
         if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
             raise DataError(f"images is {listed!r}, not a list of paths")
         return listed
-    further = sorted((n, k) for k in row if (n := numbered(k, "image")) and row[k] not in (None, ""))
+    further = sorted((n, k) for k in row if (n := _number(k)) is not None and row[k] not in (None, ""))
     keys = [*(["image"] if row.get("image") else []), *(key for _, key in further)]
     return [str(row[key]) for key in keys]
 
@@ -255,4 +255,10 @@ def _table(path: Path) -> Iterator[Row]:
 
 
 def _unknown(columns: Iterable[str]) -> str | None:
-    return next((str(c) for c in columns if c not in COLUMNS and numbered(str(c), "image") is None), None)
+    return next((str(c) for c in columns if c not in COLUMNS and _number(str(c)) is None), None)
+
+
+def _number(column: str) -> int | None:
+    """Of `image_0`, `image_1`, …: wherever somebody begins to count."""
+    found = re.fullmatch(r"image_(\d{1,9})", column)
+    return int(found[1]) if found else None

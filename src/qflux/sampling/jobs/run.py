@@ -55,21 +55,11 @@ def predict_one(
     config: Config,
     predictor: Predictor,
     adapters: Sequence[Weighted],
-    job: Job,
+    edit: Edit,
     output: Path,
     on_step: Callable[[int, int], None] | None = None,
 ) -> Image.Image:
     """Make one edit, and write it with everything it was made from."""
-    settings = config.predict
-    edit = Edit(
-        controls=tuple(load_rgb(ImageFile(path)) for path in job.images),
-        prompt=job.prompt,
-        prompt_2=job.prompt_2,
-        negative_prompt=settings.negative_prompt if job.negative_prompt is None else job.negative_prompt,
-        seed=settings.seed if job.seed is None else job.seed,
-        size=settings.size if job.size is None else job.size,
-    )
-    output.parent.mkdir(parents=True, exist_ok=True)
     sweep(output.parent, output.name)
     (result,) = predictor([edit], on_step=on_step)
     notes = {
@@ -82,6 +72,18 @@ def predict_one(
     }
     write_bytes(output, encoded(result, output.suffix.lower(), notes))
     return result
+
+
+def opened(job: Job, settings: PredictSettings) -> Edit:
+    """One job with its images, and the settings for what it leaves open."""
+    return Edit(
+        controls=tuple(load_rgb(ImageFile(path)) for path in job.images),
+        prompt=job.prompt,
+        prompt_2=job.prompt_2,
+        negative_prompt=settings.negative_prompt if job.negative_prompt is None else job.negative_prompt,
+        seed=settings.seed if job.seed is None else job.seed,
+        size=settings.size if job.size is None else job.size,
+    )
 
 
 def predict_many(

@@ -16,6 +16,7 @@ from qflux.errors import CacheError, DataError, QfluxError
 from qflux.models.loading import FETCH
 from qflux.models.pretrained import Pretrained
 from qflux.models.registry import local_folder
+from qflux.runs.paths import RunPaths
 from qflux.training.preflight.probes import (
     Probe,
     checkpoint_bytes,
@@ -52,7 +53,8 @@ def check(
         yield Check(
             "plan", "ok", f"{total:,} steps, {steps:,} in an epoch; the largest micro-batch: {largest:,} tokens"
         )
-    for what, probe in settings_probes(config, pretrained.family, total):
+    goes_on = any(RunPaths(config.run_dir).checkpoints.glob("step-*"))
+    for what, probe in settings_probes(config, pretrained.family, total, goes_on):
         yield _tried(what, probe)
     yield from _checkpoint(pretrained)
     yield from _trained(config, pretrained)

@@ -23,7 +23,6 @@ from qflux.losses.objective import build_loss
 from qflux.models.family import Family
 from qflux.models.loading import empty_transformer
 from qflux.models.precision import quantization_config
-from qflux.runs.paths import RunPaths
 from qflux.runs.trackers import require_trackers
 from qflux.training.optimizer.build import build_optimizer
 from qflux.training.optimizer.schedule import build_schedule
@@ -31,8 +30,11 @@ from qflux.training.optimizer.schedule import build_schedule
 Probe = Callable[[], str]
 
 
-def settings_probes(config: Config, family: Family, total_steps: int) -> Iterator[tuple[str, Probe]]:
-    """What a config names and may not exist: optimizer, schedule, loss, packages, images, a LoRA to start from."""
+def settings_probes(config: Config, family: Family, total_steps: int, goes_on: bool) -> Iterator[tuple[str, Probe]]:
+    """What a config names and may not exist: optimizer, schedule, loss, packages, images, a LoRA to start from.
+
+    A run that goes on from a checkpoint does not need that LoRA any more.
+    """
     yield "optimizer", partial(_optimizer, config, total_steps)
     if config.loss.class_path:
         yield "loss", partial(_loss, config)
@@ -43,8 +45,8 @@ def settings_probes(config: Config, family: Family, total_steps: int) -> Iterato
     for edit in config.validation.edits:
         for path in edit.images:
             yield "edits", partial(_image, path)
-    if starts_from(config) and not any(RunPaths(config.run_dir).checkpoints.glob("step-*")):
-        yield "start", partial(_start, config, family)  # a run that goes on does not need it
+    if starts_from(config) and not goes_on:
+        yield "start", partial(_start, config, family)
 
 
 def starts_from(config: Config) -> Path | None:
