@@ -38,7 +38,7 @@ def result(config: Config, steps: int) -> dict[str, bytes]:
     [
         (1, 3, 30),
         pytest.param(1, 20, 200, marks=pytest.mark.slow),
-        pytest.param(2, 20, 200, marks=pytest.mark.slow),
+        pytest.param(2, 10, 100, marks=pytest.mark.slow),
     ],
 )
 def test_kill_9_at_any_moment_of_a_run_ends_in_the_same_bytes(config, tmp_path, size, kills, steps):
