@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -21,14 +22,17 @@ from peft import LoraConfig
 from PIL import Image
 from torch import Tensor
 
+from qflux.adapters.lora import add, containers
 from qflux.data.encoded import TextEmbedding
 from qflux.models import get_family
 from qflux.models.family import ModelInputs
 from qflux.models.flux_kontext.positions import image_ids
-from qflux.models.qwen_image.transformer import QwenImageTransformer2DModel
+from qflux.models.qwen_image.tiny import tiny as tiny_qwen
 from qflux.ragged.shapes import Shapes
 
-TEXT_WIDTH, POOLED_WIDTH, CHANNELS, GUIDANCE = 32, 24, 64, 3.5
+POOLED_WIDTH, GUIDANCE = 24, 3.5
+TEXT_WIDTH, CHANNELS = 48, 128
+"""Samples are drawn wide enough for every family, and a family takes the channels that it has."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,6 @@ class PaddedBatch:
     samples: Sequence[Sample]
     image: Tensor
     text: Tensor
-    img_ids: Tensor
     text_mask: Tensor
     image_mask: Tensor
 
@@ -82,24 +85,30 @@ class PaddedBatch:
             samples=samples,
             image=torch.full((count, width, CHANNELS), fill),
             text=torch.full((count, text_width, TEXT_WIDTH), fill),
-            img_ids=torch.full((count, width, 3), fill),
             text_mask=torch.zeros(count, text_width, dtype=torch.bool),
             image_mask=torch.zeros(count, width, dtype=torch.bool),
         )
         for row, sample in enumerate(samples):
             batch.image[row, : len(sample.image)] = sample.image
             batch.text[row, : len(sample.text)] = sample.text
-            batch.img_ids[row, : len(sample.image)] = image_ids([sample.shapes])
             batch.text_mask[row, : len(sample.text)] = True
             batch.image_mask[row, : len(sample.image)] = True
         return batch
+
+    def ids(self, of_sample: Callable[[Sequence[Shapes]], Tensor]) -> Tensor:
+        """Position ids of every sample, `of_sample` of a family; NaN in padding places."""
+        found = [of_sample([sample.shapes]) for sample in self.samples]
+        ids = torch.full((*self.image.shape[:2], found[0].shape[-1]), float("nan"))
+        for row, own in enumerate(found):
+            ids[row, : len(own)] = own
+        return ids
 
     @property
     def mask(self) -> Tensor:
         return torch.cat([self.text_mask, self.image_mask], dim=1)
 
     def first(self) -> PaddedBatch:
-        parts = (self.image, self.text, self.img_ids, self.text_mask, self.image_mask)
+        parts = (self.image, self.text, self.text_mask, self.image_mask)
         return PaddedBatch(self.samples[:1], *(part[:1] for part in parts))
 
 
@@ -118,11 +127,29 @@ class Reference:
     """`draw(pipe, controls, **options)`: the pipeline's image, at exactly the size it is asked for."""
     control_counts: tuple[int, ...]
     """Of six edits that are drawn in one batch."""
-    build: Callable[[int], Any] | None = None
-    """Builds qflux's transformer, where it is not that of `tiny`."""
-
     most_controls: int = 1
     """How many control images the pipeline takes at once."""
+    text_width: int = 32
+    channels: int = 64
+    attention_kwargs: str = "attention_kwargs"
+    """What diffusers calls the argument that holds a LoRA's scale."""
+    tiny: Callable[[int], Any] | None = None
+    """Builds all components, where they are not those of the family's own `tiny`."""
+    pipeline: str | None = None
+    """Of diffusers, where it is not the family's own."""
+    lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+
+    def components(self, seed: int) -> Any:
+        return (self.tiny or get_family(self.family).tiny)(seed)
+
+    @property
+    def pipeline_name(self) -> str:
+        return self.pipeline or get_family(self.family).pipeline
+
+    def fitted(self, sample: Sample) -> Sample:
+        """A sample with as many channels as this family has."""
+        image, upstream = (x[..., : self.channels].contiguous() for x in (sample.image, sample.upstream))
+        return replace(sample, image=image, upstream=upstream, text=sample.text[..., : self.text_width].contiguous())
 
 
 def _flux_alone(sample: Sample) -> dict[str, Any]:
@@ -143,7 +170,7 @@ def _flux_padded(batch: PaddedBatch) -> dict[str, Any]:
         "encoder_hidden_states": batch.text,
         "pooled_projections": torch.stack([s.pooled for s in batch.samples]),
         "timestep": torch.stack([s.sigma for s in batch.samples]),
-        "img_ids": batch.img_ids,
+        "img_ids": batch.ids(image_ids),
         "txt_ids": torch.zeros(batch.text.shape[1], 3),
         "guidance": torch.full((len(batch.samples),), GUIDANCE),
     }
@@ -190,31 +217,29 @@ def _qwen_draw(pipe: Any, controls: Sequence[Image.Image], **options: Any) -> ND
         return pipe(**image, **options).images[0]
 
 
-def _qwen(family: str, controls: tuple[int, ...], most: int, build: Any = None) -> Reference:
+def _qwen(family: str, controls: tuple[int, ...], most: int, tiny: Any = None) -> Reference:
     stock = diffusers.QwenImageTransformer2DModel
-    return Reference(family, stock, _qwen_alone, _qwen_padded, _qwen_draw, controls, build, most)
+    return Reference(family, stock, _qwen_alone, _qwen_padded, _qwen_draw, controls, most, tiny=tiny)
 
 
-def _zero_cond_t(seed: int) -> QwenImageTransformer2DModel:
-    config = get_family("qwen-image-edit").tiny(seed).transformer.config
-    torch.manual_seed(seed)
-    return QwenImageTransformer2DModel.from_config({**config, "zero_cond_t": True})
-
-
-FAMILY_REFERENCES = {
+REFERENCES = {
     "flux-kontext": Reference(
-        "flux-kontext", diffusers.FluxTransformer2DModel, _flux_alone, _flux_padded, _flux_draw, (1, 2, 0, 1, 3, 1)
+        "flux-kontext",
+        diffusers.FluxTransformer2DModel,
+        _flux_alone,
+        _flux_padded,
+        _flux_draw,
+        (1, 2, 0, 1, 3, 1),
+        attention_kwargs="joint_attention_kwargs",
     ),
     "qwen-image": _qwen("qwen-image", (0,) * 6, 0),
     "qwen-image-edit": _qwen("qwen-image-edit", (1, 2, 1, 3, 1, 2), 1),
     "qwen-image-edit-plus": _qwen("qwen-image-edit-plus", (0, 1, 2, 4, 3, 1), 2),
+    "qwen-image-edit-plus, 2511": _qwen(
+        "qwen-image-edit-plus", (0, 1, 2, 4, 3, 1), 2, partial(tiny_qwen, zero_cond_t=True)
+    ),
 }
-"""One for each family."""
-REFERENCES = {
-    **FAMILY_REFERENCES,
-    "qwen-image-edit, zero_cond_t": _qwen("qwen-image-edit", (1,) * 6, 1, _zero_cond_t),
-}
-"""And those of variants that a checkpoint may have."""
+"""One for each family, and for each variant of it that runs another way."""
 
 
 class Models:
@@ -223,13 +248,13 @@ class Models:
     def __init__(self, name: str, seed: int = 0) -> None:
         self.reference = REFERENCES[name]
         self.family = get_family(self.reference.family)
-        build = self.reference.build or (lambda s: self.family.tiny(s).transformer)
-        self.ours = build(seed)
+        self.ours = self.reference.components(seed).transformer
         self.stock = self.reference.stock.from_config(self.ours.config)
         self.stock.load_state_dict(self.ours.state_dict())
+        targets = list(self.reference.lora_targets)
         for model in (self.ours, self.stock):
             model.train().requires_grad_(False)
-            model.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+            add(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets), exclude=containers(model, targets))
             torch.manual_seed(seed + 1)
             for parameter in lora_parameters(model):
                 torch.nn.init.normal_(parameter, std=0.2)
@@ -241,10 +266,11 @@ class Models:
 
     def alone(self, sample: Sample) -> Tensor:
         """One sample through stock diffusers: `(tokens, channels)`."""
-        return self.stock(**self.reference.alone(sample), return_dict=False)[0][0]
+        return self.stock(**self.reference.alone(self.reference.fitted(sample)), return_dict=False)[0][0]
 
     def packed(self, samples: Sequence[Sample], padded: bool = False) -> tuple[Tensor, ...]:
         """Samples as one ragged batch, as training runs them; one output per sample."""
+        samples = [self.reference.fitted(sample) for sample in samples]
         inputs = ModelInputs(
             images=torch.cat([s.image for s in samples]),
             shapes=[s.shapes for s in samples],
@@ -257,7 +283,13 @@ class Models:
 
     def padded(self, batch: PaddedBatch, **changes: Any) -> Tensor:
         """Samples in the padded calling convention: `(B, S, channels)`."""
-        return self.ours(**{**self.reference.padded(batch), **changes}, return_dict=False)[0]
+        return self.ours(**{**self.arguments(batch), **changes}, return_dict=False)[0]
+
+    def arguments(self, batch: PaddedBatch) -> dict[str, Any]:
+        """Of the padded calling convention, without masks."""
+        channels, text_width = self.reference.channels, self.reference.text_width
+        image, text = batch.image[..., :channels].contiguous(), batch.text[..., :text_width].contiguous()
+        return self.reference.padded(replace(batch, image=image, text=text))
 
 
 def lora_parameters(model: Any) -> list[Tensor]:
@@ -266,5 +298,6 @@ def lora_parameters(model: Any) -> list[Tensor]:
 
 def lora_gradient(model: Any, output: Tensor, upstream: Tensor) -> Tensor:
     """All LoRA gradients as one vector."""
+    upstream = upstream[..., : output.shape[-1]]
     gradients = torch.autograd.grad(output, lora_parameters(model), upstream, retain_graph=True)
     return torch.cat([gradient.flatten() for gradient in gradients])

@@ -122,9 +122,9 @@ def test_one_padded_sample_runs_the_diffusers_forward_on_what_is_valid(models):
 def test_a_uniform_batch_runs_the_diffusers_forward(models, convention):
     samples = samples_of([[(3, 4), (2, 5)]] * 3)
     batch = PaddedBatch.of(samples, fill=float("nan"))
-    arguments = models.reference.padded(batch)
+    arguments = models.arguments(batch)
     if "img_ids" in arguments:
-        arguments["img_ids"] = batch.img_ids[0]
+        arguments["img_ids"] = arguments["img_ids"][0]
     expected = models.stock(**arguments, return_dict=False)[0]
     if convention == "packed":
         output = torch.stack(models.packed(samples))
@@ -180,8 +180,7 @@ def test_samples_do_not_influence_each_other(models):
 def test_the_lora_scale_reaches_the_ragged_forward(models):
     samples = samples_of(CASES["target sizes differ"])
     batch = PaddedBatch.of(samples, fill=0.0)
-    name = "joint_attention_kwargs" if models.reference.family == "flux-kontext" else "attention_kwargs"
-    off = models.padded(batch, attention_mask=batch.mask, **{name: {"scale": 0.0}})
+    off = models.padded(batch, attention_mask=batch.mask, **{models.reference.attention_kwargs: {"scale": 0.0}})
     models.ours.disable_adapters()
     try:
         without = models.padded(batch, attention_mask=batch.mask)
@@ -196,7 +195,6 @@ def test_the_lora_scale_reaches_the_ragged_forward(models):
     [
         ({"attention_mask": torch.ones(2, 5)}, "attention_mask has shape"),
         ({"attention_mask": torch.full((2, 19), float("-inf"))}, "additive"),
-        ({"controlnet_block_samples": [torch.zeros(1)]}, "ControlNet"),
     ],
 )
 def test_impossible_inputs_are_named(models, change, message):

@@ -18,7 +18,7 @@ def test_shared_image_ids_with_a_mask_equal_the_sample_alone(models):
     """`img_ids` `(S, 3)`: samples are prefixes of one grid, cut off by the mask."""
     samples = samples_of([[(6, 4)], [(3, 4)]])
     batch = PaddedBatch.of(samples, fill=float("nan"))
-    output = models.padded(batch, img_ids=batch.img_ids[0], attention_mask=batch.mask)
+    output = models.padded(batch, img_ids=models.arguments(batch)["img_ids"][0], attention_mask=batch.mask)
     assert_equal_to_alone(models, samples, valid_rows(output, samples))
 
 
@@ -33,6 +33,7 @@ def test_per_sample_image_ids_need_no_mask(models):
     [
         ({"img_ids": torch.zeros(3, 3)}, "img_ids has shape"),
         ({"txt_ids": torch.zeros(9, 3)}, "txt_ids has shape"),
+        ({"controlnet_block_samples": [torch.zeros(1)]}, "ControlNet"),
         ({"joint_attention_kwargs": {"ip_adapter_image_embeds": []}}, "ip_adapter_image_embeds"),
     ],
 )

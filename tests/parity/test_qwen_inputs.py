@@ -45,7 +45,7 @@ def test_a_text_with_a_hole_keeps_the_positions_of_its_tokens(models):
     (sample,) = samples_of([[(3, 4)]])
     mask = torch.ones(1, 7, dtype=torch.bool)
     mask[0, 2] = False
-    arguments = models.reference.alone(sample)
+    arguments = models.reference.alone(models.reference.fitted(sample))
     expected = models.stock(**arguments, encoder_hidden_states_mask=mask).sample
     output = models.ours(**arguments, encoder_hidden_states_mask=mask).sample
     assert (output - expected).abs().max() <= 1e-5
@@ -53,7 +53,7 @@ def test_a_text_with_a_hole_keeps_the_positions_of_its_tokens(models):
 
 @pytest.mark.parametrize("zero_cond_t", [False, True])
 def test_the_additional_condition_is_per_sample(zero_cond_t):
-    models = Models("qwen-image-edit, zero_cond_t" if zero_cond_t else "qwen-image-edit")
+    models = Models("qwen-image-edit-plus, 2511" if zero_cond_t else "qwen-image-edit")
     torch.manual_seed(0)
     ours = QwenImageTransformer2DModel.from_config({**models.ours.config, "use_additional_t_cond": True})
     stock = models.reference.stock.from_config(ours.config)
@@ -61,9 +61,11 @@ def test_the_additional_condition_is_per_sample(zero_cond_t):
     samples = samples_of(CASES["control unlike target"])
     batch = PaddedBatch.of(samples, fill=float("nan"))
     condition = torch.tensor([0, 1, 0])
-    output = ours(**models.reference.padded(batch), additional_t_cond=condition, attention_mask=batch.mask).sample
+    output = ours(**models.arguments(batch), additional_t_cond=condition, attention_mask=batch.mask).sample
     for row, sample in enumerate(samples):
-        expected = stock(**models.reference.alone(sample), additional_t_cond=condition[row : row + 1]).sample[0]
+        expected = stock(
+            **models.reference.alone(models.reference.fitted(sample)), additional_t_cond=condition[row : row + 1]
+        ).sample[0]
         assert (output[row, : len(sample.image)] - expected).abs().max() <= 1e-5
 
 
@@ -77,6 +79,7 @@ def test_the_additional_condition_is_per_sample(zero_cond_t):
         ({"encoder_hidden_states_mask": torch.ones(2, 3)}, "encoder_hidden_states_mask has shape"),
         ({"img_shapes": None}, "img_shapes is needed"),
         ({"guidance": torch.ones(2)}, "no guidance"),
+        ({"controlnet_block_samples": [torch.zeros(1)]}, "ControlNet"),
     ],
 )
 def test_impossible_inputs_are_named(models, change, message):

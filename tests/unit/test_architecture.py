@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import get_args
 
 import qflux
-from qflux.config import Config
+from qflux.config import Config, load_config
 from qflux.config.schema import json_schema
 from qflux.config.section import Marks, Section
 from qflux.models import FAMILIES, registry
@@ -50,11 +50,11 @@ ROOMS = [
     "main",
 ]
 """From the ground up: what is in a room may import what is in those before it."""
+FOLDERS = registry._FOLDERS
 LARGE = {
     "ragged.kernels.norm_modulate",  # a Triton kernel takes pointers, strides and sizes one by one
     "ragged.kernels.place_heads",
-    "models.flux_kontext.transformer.FluxTransformer2DModel.forward",  # diffusers' signatures
-    "models.qwen_image.transformer.QwenImageTransformer2DModel.forward",
+    *(f"models.{folder}.transformer.{registry.facts_of(name).transformer}.forward" for name, folder in FOLDERS.items()),
 }
 """Functions that may have more than eight parameters."""
 
@@ -150,7 +150,7 @@ FAMILY_NAMES = re.compile(r"(?<!q)flux|kontext|qwen", re.IGNORECASE)
 def test_shared_code_names_no_family():
     """Docstrings may, as documentation does; the public names of transformers are the one table in `models`."""
     for module, tree in modules().items():
-        is_own = module.startswith(("models.flux_kontext", "models.qwen_image"))
+        is_own = module.startswith(tuple(f"models.{folder}" for folder in FOLDERS.values()))
         if is_own or module in ("models", "models.registry"):
             continue
         for node in ast.walk(tree):
@@ -184,7 +184,7 @@ def test_registry_config_init_and_schema_know_the_same_families():
         assert (facts.name, FAMILIES[name].facts) == (name, facts)
         assert choose_model(facts.hub_id, None, Machine("a card", 80), has_controls=True).family == name
         assert getattr(qflux, facts.trainer).family_name == name
-        assert (REPOSITORY / "recipes" / f"{name}.yaml").is_file()
+        assert name in {load_config(recipe).family for recipe in (REPOSITORY / "recipes").glob("*.yaml")}
 
 
 def test_every_setting_says_whether_it_must_match_on_resume_and_whether_it_is_recorded():

@@ -15,7 +15,7 @@ from qflux.ragged.compilation import compile_blocks
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(params=["flux-kontext", "qwen-image-edit, zero_cond_t"])
+@pytest.fixture(params=["flux-kontext", "qwen-image-edit-plus, 2511"])
 def compiled(request):
     torch._dynamo.reset()
     counters.clear()

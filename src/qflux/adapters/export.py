@@ -45,7 +45,8 @@ def save_verified(
         write_lora(staging, layers, form, names, record)
         written = read_adapter(staging)
         again = written.as_filed(names)
-        different = same(layers, again, format_of(form).rounded(layers, names))
+        filed = format_of(form)
+        different = same(filed.filed(layers, names), again, filed.rounded(layers, names))
         if different:
             raise CheckpointError(
                 f"{path} was not written: read back as {form}, {different} is not what was trained",

@@ -130,12 +130,14 @@ class AdapterFile:
 def names_of(family: Family, transformer: nn.Module) -> Names:
     """The layers of a family's model, and what they are called."""
     shapes = linear_layers(transformer)
-    return Names(shapes, family.lora_prefix, family.original_names(shapes), family.swapped_names)
+    names = family.original_names(shapes)
+    return Names(shapes, family.lora_prefix, names, family.swapped_names, family.lora_alphas)
 
 
 def write_lora(path: Path, layers: Mapping[str, LoraLayer], form: str, names: Names, record: Record) -> None:
     """Write a LoRA in a format; an older file is replaced in one step."""
     chosen = format_of(form)
+    layers = chosen.filed(layers, names)
     record = Record(**{**asdict(record), "together": chosen.parts(layers, names)})
     ranks = sorted({layer.rank for layer in layers.values()})
     alphas = sorted({layer.alpha for layer in layers.values()})

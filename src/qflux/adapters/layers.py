@@ -40,6 +40,12 @@ class LoraLayer:
         magnitude = None if self.magnitude is None else self.magnitude.to(device)
         return LoraLayer(self.down.to(device), self.up.to(device), self.alpha, magnitude)
 
+    def at_strength_1(self) -> LoraLayer:
+        """The same effect with an alpha that is the rank."""
+        if self.scale == 1:
+            return self
+        return LoraLayer(self.down, (self.up.float() * self.scale).to(self.up.dtype), float(self.rank), self.magnitude)
+
     def added_to(self, current: Tensor, base: Tensor, weight: float = 1.0) -> Tensor:
         """`current` `(O, I)`, the base with the adapters before this one, with this one too, in float32.
 

@@ -63,7 +63,7 @@ def inject(transformer: nn.Module, settings: LoraSettings, targets: Sequence[str
     _require_targets(transformer, targets)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        add(transformer, _config(settings, list(targets)))
+        add(transformer, _config(settings, list(targets)), exclude=containers(transformer, targets))
     keep_float32(transformer)
 
 
@@ -78,8 +78,10 @@ def keep_float32(transformer: nn.Module) -> None:
         parameter.data = parameter.data.float()
 
 
-def add(transformer: nn.Module, config: PeftConfig, name: str = ADAPTER) -> None:
+def add(transformer: nn.Module, config: PeftConfig, name: str = ADAPTER, exclude: Sequence[str] = ()) -> None:
     """Add an adapter; what it can't be added to is the config's fault."""
+    if exclude:
+        config.exclude_modules = list(exclude)
     try:
         transformer.add_adapter(config, adapter_name=name)  # type: ignore[operator]
     except ValueError as error:
@@ -155,6 +157,13 @@ def _require_targets(transformer: nn.Module, targets: Sequence[str]) -> None:
     unknown = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in names)]
     if unknown:
         raise ConfigError(f"lora.target_modules: {type(transformer).__name__} has no {', '.join(unknown)}", _NAMES)
+
+
+def containers(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
+    """What ends like a target and is no layer: `to_out` may be a layer in one kind of block, a list in another."""
+    kinds = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+    found = [name for name, module in transformer.named_modules() if isinstance(module, kinds)]
+    return [name for name in found if any(name.endswith(f".{target}") for target in targets)]
 
 
 _NAMES = "use names as they end in the model, for example [to_q, to_k, to_v, to_out.0]."

@@ -30,6 +30,8 @@ class Names:
     """The original name of a layer, and the layers of diffusers it consists of. Others have one name only."""
     swapped: frozenset[str] = frozenset()
     """Original names of layers whose outputs are two halves, which diffusers has in the other order."""
+    takes_alphas: bool = True
+    """diffusers' pipeline reads alphas."""
 
     def is_original(self, layers: Iterable[str]) -> bool:
         return any(name in self.fused for name in layers)

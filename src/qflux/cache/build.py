@@ -29,7 +29,7 @@ def build_cache(
     config: Config, pretrained: Pretrained, store: EmbeddingCacheManager, listener: Listener | None = None
 ) -> CacheReport:
     """Encode every sample of a config that is not in the cache yet. Several processes may do this at the same time."""
-    family, width = pretrained.family, pretrained.dtype.itemsize
+    family, facts, width = pretrained.family, pretrained.facts, pretrained.dtype.itemsize
     claims = Claims(store.root)
     try:
         with claims.turn():  # the first one reads the images' headers, the others its index
@@ -37,7 +37,7 @@ def build_cache(
         filler = CacheFiller(
             store,
             pretrained.encoder,
-            (family.facts.text_channels * width, family.facts.image_channels * width),
+            (facts.text_channels * width, facts.image_channels * width),
             config.cache.batch_size,
             config.data.num_workers,
             listener,

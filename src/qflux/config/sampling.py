@@ -90,14 +90,18 @@ class PredictSettings(Section):
         json_schema_extra=FREE,
     )
     num_inference_steps: int | None = Field(
-        default=None, ge=1, description="default: the family's", json_schema_extra=FREE
+        default=None, ge=1, description="default: the checkpoint's", json_schema_extra=FREE
     )
-    guidance_scale: float = Field(default=3.5, description="told to guidance-distilled models", json_schema_extra=FREE)
+    guidance_scale: float | None = Field(
+        default=None, description="told to guidance-distilled models; default: the checkpoint's", json_schema_extra=FREE
+    )
     negative_prompt: str | None = Field(
-        default=None, description="switches true CFG on; may be a space", json_schema_extra=FREE
+        default=None,
+        description="switches true CFG on; may be a space; default: the checkpoint's, most have none",
+        json_schema_extra=FREE,
     )
     true_cfg_scale: float | None = Field(
-        default=None, description="default: the family's; 1 is off", json_schema_extra=FREE
+        default=None, description="default: the checkpoint's; 1 is off", json_schema_extra=FREE
     )
     max_tokens: int = Field(
         default=32768,

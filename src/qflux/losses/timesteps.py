@@ -50,16 +50,19 @@ class NoiseShift:
             exponential=config.get("time_shift_type", "exponential") == "exponential",
         )
 
-    def mu(self, tokens: int) -> float:
-        """What diffusers' `set_timesteps` calls mu, for a target of this many tokens: linear in their number."""
+    def mu(self, tokens: int, steps: int) -> float:
+        """What diffusers' `set_timesteps` calls mu, for a target of this many tokens made in so many steps.
+
+        It is linear in the tokens, whatever the steps; a family may have another rule.
+        """
         slope = (self.max_shift - self.base_shift) / (self.max_tokens - self.base_tokens)
         return tokens * slope + (self.base_shift - slope * self.base_tokens)
 
-    def factor(self, tokens: int) -> float:
-        """By how much the odds of noise grow, for a target of this many tokens."""
+    def factor(self, tokens: int, steps: int) -> float:
+        """By how much the odds of noise grow, for a target of this many tokens made in so many steps."""
         if self.constant is not None:
             return self.constant
-        return math.exp(self.mu(tokens)) if self.exponential else self.mu(tokens)
+        return math.exp(self.mu(tokens, steps)) if self.exponential else self.mu(tokens, steps)
 
     def __str__(self) -> str:
         if self.constant is not None:
@@ -73,6 +76,8 @@ class NoiseLevels:
 
     settings: TimestepSettings
     shift: NoiseShift = NoiseShift()
+    steps: int = 50
+    """That an image is usually made in: the shift may depend on them."""
 
     def draw(self, seed: int, sample_id: str, visit: int, tokens: int, channels: int) -> tuple[float, Tensor]:
         """The noise level in (0, 1) and the noise `(tokens, channels)` of one visit to one sample."""
@@ -91,7 +96,7 @@ class NoiseLevels:
         """A noise level after the shift, for a sample with this many target tokens."""
         if self.settings.shift == "none":
             return sigma
-        factor = self.settings.fixed_shift if self.settings.shift == "fixed" else self.shift.factor(tokens)
+        factor = self.settings.fixed_shift if self.settings.shift == "fixed" else self.shift.factor(tokens, self.steps)
         return factor * sigma / (1 + (factor - 1) * sigma)
 
 

@@ -30,6 +30,24 @@ class Shipped:
 
 
 @dataclass(frozen=True)
+class Described:
+    """What a checkpoint says of itself, in `model_index.json` and the description of its transformer."""
+
+    name: str
+    """A hub id or a folder."""
+    pipeline: str | None = None
+    transformer: str | None = None
+    is_distilled: bool = False
+    width: int | None = None
+    """Channels of a token inside the transformer."""
+
+    @property
+    def signs(self) -> tuple[str | None, bool, int | None]:
+        """What tells the variants of a family apart."""
+        return self.pipeline, self.is_distilled, self.width
+
+
+@dataclass(frozen=True)
 class Facts:
     """A family in numbers and names: of its published checkpoint, and of the pipeline that defines it."""
 
@@ -40,6 +58,8 @@ class Facts:
     """Its own published checkpoint."""
     pipeline: str
     """Name of the diffusers pipeline that defines what a prediction is, and loads the LoRA."""
+    transformer: str
+    """Name of the diffusers class of what trains."""
     trainer: str
     """Name of the trainer class that is bound to it."""
     gigabytes: float
@@ -63,6 +83,12 @@ class Facts:
     """Height and width in pixels of what an image token stands for."""
     size_multiple: int = PIXELS_PER_TOKEN
     """Heights and widths of images are multiples of this many pixels."""
+    negative_prompt: str | None = None
+    """What the pipeline sets against a prompt if nobody says anything; with one, true CFG is on."""
+    guidance_scale: float = 3.5
+    """What a guidance-distilled model is told."""
+    distilled_from: str | None = None
+    """The hub id of what it was made from to need few steps only: that is what to train."""
     spellings: tuple[str, ...] = ()
     """Patterns of other checkpoints' names that are of this family."""
     original_trainer: str | None = None
@@ -70,6 +96,25 @@ class Facts:
     size_presets: Mapping[str, tuple[Size, ...]] = field(default_factory=dict)
     """Lists of sizes that a config may name."""
     shipped: Shipped | None = None
+    variants: tuple[Facts, ...] = ()
+    """Of other checkpoints that are of this family; what a checkpoint is, it says itself."""
+
+    @property
+    def is_distilled(self) -> bool:
+        return self.distilled_from is not None
+
+    def of(self, checkpoint: Described) -> Facts:
+        """The facts of a checkpoint: this family's own, or those of the variant that it is."""
+        candidates = (self, *self.variants)
+        for differs in (
+            lambda facts: facts.hub_id.lower() != checkpoint.name.lower(),
+            lambda facts: (facts.pipeline, facts.is_distilled, facts.width) != checkpoint.signs,
+            lambda facts: (facts.pipeline, facts.is_distilled) != checkpoint.signs[:2],
+        ):
+            found = [facts for facts in candidates if not differs(facts)]
+            if found:
+                return found[0]
+        return self
 
     @property
     def attention_tokens(self) -> int:

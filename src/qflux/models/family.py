@@ -136,6 +136,8 @@ class Family:
     """Of LoRA keys that diffusers' pipeline loads together with their alphas."""
     original_names: Callable[[Iterable[str]], dict[str, tuple[str, ...]]]
     """What the model's authors call its layers, where that is not diffusers' name: from the names of all layers."""
+    lora_alphas: bool = True
+    """diffusers' pipeline reads alphas beside the matrices. Where it does not, the strength is in the matrices."""
     swapped_names: frozenset[str] = frozenset()
     """Original names of layers whose outputs are two halves, which diffusers has in the other order."""
     usage_note: str = ""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from qflux.config import Config
-from qflux.errors import ConfigError
+from qflux.errors import CheckpointError, ConfigError
 from qflux.launch import launched
+from qflux.models.facts import Facts
 from qflux.models.family import Encoder, Family, TextCounter, text_limit
-from qflux.models.loading import load_transformer
+from qflux.models.loading import checkpoint_folder, load_transformer
 from qflux.models.precision import dtype_of
+from qflux.models.registry import described, family_with
 
 
 class Pretrained:
@@ -25,8 +28,23 @@ class Pretrained:
         self.dtype = dtype_of(config.model.dtype)
         self.text_limit = text_limit(config, family)
 
+    @cached_property
+    def facts(self) -> Facts:
+        """Of this checkpoint: the family's own, or those of the variant that it is."""
+        name, family = self.settings.pretrained, self.family
+        checkpoint = described(name, checkpoint_folder(name, ()))
+        found = checkpoint.transformer
+        if found is not None and found != family.facts.transformer:
+            right = family_with(found, checkpoint.pipeline)
+            raise CheckpointError(
+                f"model.pretrained: {name} holds a {found}, which is not of the family {family.name}",
+                f"set family: {right}." if right else "give a checkpoint of this family.",
+            )
+        return family.facts.of(checkpoint)
+
     def components(self, parts: Sequence[str]) -> Any:
         """These parts, under the names that the family's pipeline has for them."""
+        self.facts  # noqa: B018  (a checkpoint of another family is an error that says so)
         return self.family.load(self.settings.pretrained, parts, self.dtype, self.device)
 
     def transformer(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:

@@ -5,11 +5,13 @@ A folder has `facts.py`, what is known of its models without torch, and `family.
 
 from __future__ import annotations
 
+import json
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qflux.errors import ConfigError
+from qflux.models.facts import Described
 
 if TYPE_CHECKING:
     from qflux.models.facts import Facts, Shipped, Size
@@ -64,6 +66,37 @@ def local_folder(pretrained: str) -> Path:
     """Where a model would lie on this machine: a folder, or the small model that comes with qflux."""
     folder, small = Path(pretrained).expanduser(), shipped()
     return small.folder if pretrained == small.name and not folder.is_dir() else folder
+
+
+def described(pretrained: str, folder: Path | None = None) -> Described:
+    """What a checkpoint says of itself; if it is not on this machine, its name is all that is known."""
+    folder = folder or local_folder(pretrained)
+    index, transformer = (_json(folder / file) for file in ("model_index.json", "transformer/config.json"))
+    heads, channels = (transformer.get(key) for key in ("num_attention_heads", "attention_head_dim"))
+    named = index.get("transformer")
+    class_name = named[-1] if isinstance(named, list) and named else transformer.get("_class_name")
+    return Described(
+        name=pretrained,
+        pipeline=index.get("_class_name"),
+        transformer=class_name if isinstance(class_name, str) else None,
+        is_distilled=index.get("is_distilled") is True,
+        width=heads * channels if isinstance(heads, int) and isinstance(channels, int) else None,
+    )
+
+
+def family_with(transformer: str, pipeline: str | None) -> str | None:
+    """The family that a checkpoint with this transformer and this pipeline is of."""
+    known = [variant for facts in all_facts() for variant in (facts, *facts.variants)]
+    alike = [facts for facts in known if facts.transformer == transformer]
+    return next((facts.name for facts in (*(f for f in alike if f.pipeline == pipeline), *alike)), None)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def size_presets() -> dict[str, tuple[Size, ...]]:

@@ -18,6 +18,7 @@ from qflux.config import Config, ProcessorSettings, load_config
 from qflux.data.images.pixels import to_image
 from qflux.errors import ConfigError
 from qflux.files.hashing import file_hash
+from qflux.models.facts import Facts
 from qflux.models.family import Family, text_limit
 from qflux.models.loading import transformer_identity
 from qflux.models.pretrained import Pretrained
@@ -35,17 +36,28 @@ class Predictor:
     """A model ready to edit. Images reach their size by `processor`, or without one as in the reference pipeline."""
 
     def __init__(
-        self, family: Family, components: Any, config: Config, processor: ProcessorSettings | None = None
+        self,
+        family: Family,
+        components: Any,
+        config: Config,
+        processor: ProcessorSettings | None = None,
+        facts: Facts | None = None,
     ) -> None:
-        self._family = family
+        """`facts` are those of the checkpoint, by default its family's."""
+        self._facts = facts or family.facts
         self._transformer = components.transformer
         self._sampler = Sampler(family, components.transformer, components.scheduler)
         self._encoder = family.encoder(components, text_limit(config, family))
+        self._settings = config.predict
         self.prepare = Preparer(
-            family, self._encoder, processor, components.transformer.device, components.transformer.dtype
+            family,
+            self._encoder,
+            processor,
+            components.transformer.device,
+            components.transformer.dtype,
+            self._facts.negative_prompt if self._cfg_scale > 1 else None,
         )
         """Encodes an edit."""
-        self._settings = config.predict
         self._warned: set[str] = set()
 
     def __call__(
@@ -101,14 +113,19 @@ class Predictor:
 
     def settings(self, steps: int | None = None, guidance: float | None = None) -> dict[str, Any]:
         """Everything besides the edit that its image depends on."""
-        settings, defaults = self._settings, self._family.facts
-        cfg = defaults.true_cfg_scale if settings.true_cfg_scale is None else settings.true_cfg_scale
+        settings, defaults = self._settings, self._facts
+        configured = defaults.guidance_scale if settings.guidance_scale is None else settings.guidance_scale
         return {
             "num_inference_steps": steps or settings.num_inference_steps or defaults.num_inference_steps,
-            "guidance_scale": settings.guidance_scale if guidance is None else guidance,
-            "true_cfg_scale": cfg,
+            "guidance_scale": configured if guidance is None else guidance,
+            "true_cfg_scale": self._cfg_scale,
             "preprocessing": self.prepare.description,
         }
+
+    @property
+    def _cfg_scale(self) -> float:
+        configured = self._settings.true_cfg_scale
+        return self._facts.true_cfg_scale if configured is None else configured
 
     def _denoised(
         self, prepared: Sequence[Prepared], steps: int | None, guidance: float | None, on_step: OnStep | None
@@ -145,7 +162,7 @@ def load_predictor(pretrained: Pretrained, config: Config, adapters: Sequence[We
     components = pretrained.components(("scheduler", *family.text_parts, *family.image_parts))
     components.transformer = pretrained.transformer()
     records = attach_all(components.transformer, family, adapters) if adapters else []
-    return Predictor(family, components, config, _preprocessing(config, records))
+    return Predictor(family, components, config, _preprocessing(config, records), pretrained.facts)
 
 
 def provenance(config: Config, predictor: Predictor, adapters: Sequence[Weighted]) -> dict[str, Any]:

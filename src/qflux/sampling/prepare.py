@@ -49,7 +49,10 @@ class Preparer:
         processor: ProcessorSettings | None,
         device: torch.device,
         dtype: torch.dtype,
+        negative_prompt: str | None = None,
     ) -> None:
+        """`negative_prompt` is for edits that have none."""
+        self._negative = negative_prompt
         self._family = family
         self._encoder = encoder
         # What may be trained on is no reason not to edit: the limit on aspect ratios is the training's.
@@ -122,8 +125,9 @@ class Preparer:
         generator = torch.Generator().manual_seed(edit.seed)
         noise = self._encoder.noise(target, generator, self._dtype).to(self._device)
         prompts = [Prompt(edit.prompt, edit.prompt_2, tuple(seen))]
-        if edit.negative_prompt is not None:
-            prompts.append(Prompt(edit.negative_prompt, images=tuple(seen)))
+        negative_prompt = self._negative if edit.negative_prompt is None else edit.negative_prompt
+        if negative_prompt is not None:
+            prompts.append(Prompt(negative_prompt, images=tuple(seen)))
         text, *negative = self._encoder.encode_text(prompts)
         return Prepared(
             noise=noise,

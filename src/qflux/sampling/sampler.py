@@ -121,7 +121,7 @@ def _one_schedule(
     scheduler: Any, shift: NoiseShift, tokens: int, steps: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     own = copy.deepcopy(scheduler)
-    mu = None if shift.constant is not None else shift.mu(tokens)
+    mu = None if shift.constant is not None else shift.mu(tokens, steps)
     own.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu, device=device)
     if not bool(torch.isfinite(own.sigmas).all()):
         raise ConfigError(f"num_inference_steps: {steps} gives this model no schedule", "use at least 2.")

@@ -25,6 +25,7 @@ from qflux.data.lint.alignment import drift_between
 from qflux.data.sample import Sample
 from qflux.errors import DataError
 from qflux.files.hashing import seed_of
+from qflux.models.facts import Facts
 from qflux.models.family import Encoder
 from qflux.models.precision import dtype_of
 from qflux.models.pretrained import Pretrained
@@ -82,6 +83,7 @@ class DrawnEdits:
     def __init__(
         self,
         config: Config,
+        facts: Facts,
         samples: Sequence[Sample],
         reader: SampleReader,
         encoder: Encoder,
@@ -91,6 +93,7 @@ class DrawnEdits:
     ) -> None:
         self._own = list(own)
         self._config = config
+        self._facts = facts
         self._reader = reader
         self._encoder = encoder
         self._scheduler = scheduler
@@ -110,8 +113,8 @@ class DrawnEdits:
         with model.evaluating(), model.computing():
             latents = sampler(
                 prepared,
-                steps or configured or model.family.facts.num_inference_steps,
-                config.predict.guidance_scale,
+                steps or configured or self._facts.num_inference_steps,
+                self._facts.guidance_scale if config.predict.guidance_scale is None else config.predict.guidance_scale,
                 config.validation.true_cfg_scale,
             )
         drawn = [self._drawn(*item) for item in zip(chosen, encoded, latents[: len(chosen)], strict=True)]

@@ -49,6 +49,11 @@ from qflux.training.validation import HeldOutLoss
 
 logger = logging.getLogger(__name__)
 
+DISTILLED = (
+    "%s was distilled to make images in a few steps, and training takes that away; train %s instead and use the LoRA "
+    "with either of them"
+)
+
 
 @dataclass(frozen=True)
 class Course:
@@ -112,8 +117,10 @@ def fit(
 
 def chart(config: Config, pretrained: Pretrained, dataset: Dataset, world: World, accept_data_change: bool) -> Course:
     """Plan a run, and find out whether it may go on from the one so far; no weight is loaded for it."""
-    family, paths = pretrained.family, RunPaths(config.run_dir)
-    plan = training_plan(config, family.facts, dataset.training, world.size)
+    family, facts, paths = pretrained.family, pretrained.facts, RunPaths(config.run_dir)
+    if facts.distilled_from:
+        logger.warning(DISTILLED, facts.title, facts.distilled_from)
+    plan = training_plan(config, facts, dataset.training, world.size)
     identity = data_identity(config, dataset.training, world.size)
     past = read_past(paths.checkpoints, world)
     plan.starts = known_starts(past, identity) or plan.starts
@@ -123,7 +130,8 @@ def chart(config: Config, pretrained: Pretrained, dataset: Dataset, world: World
 
     levels, schedule = NoiseLevels(config.loss.timesteps), dict[str, object]()
     if config.loss.timesteps.shift == "resolution":
-        levels, schedule = noise_levels(config, family.noise_shift(pretrained.scheduler()), past)
+        shift = family.noise_shift(pretrained.scheduler())
+        levels, schedule = noise_levels(config, shift, facts.num_inference_steps, past)
     reader = sample_reader(config, pretrained, dataset)
     held_out = HeldOutLoss(config, dataset.held_out, reader, levels, world, pretrained.device)
     checkpoints = Checkpoints(
@@ -181,4 +189,4 @@ def _edits(
     if not own and not (dataset.held_out and config.validation.images):
         return None
     encoder, scheduler = pretrained.encoder("image"), pretrained.scheduler()
-    return DrawnEdits(config, dataset.held_out, reader, encoder, scheduler, pretrained.device, own)
+    return DrawnEdits(config, pretrained.facts, dataset.held_out, reader, encoder, scheduler, pretrained.device, own)

@@ -127,8 +127,10 @@ def warn_of_length(past: Past | None, settings: TrainSettings, total: int) -> No
     )
 
 
-def noise_levels(config: Config, own: NoiseShift, past: Past | None) -> tuple[NoiseLevels, dict[str, object]]:
-    """Noise levels on the model's `own` schedule, and what a checkpoint records of it.
+def noise_levels(
+    config: Config, own: NoiseShift, steps: int, past: Past | None
+) -> tuple[NoiseLevels, dict[str, object]]:
+    """Noise levels on the model's `own` schedule of so many steps, and what a checkpoint records of it.
 
     A run that began on another schedule, as `past` tells, stays on that one.
     """
@@ -137,7 +139,7 @@ def noise_levels(config: Config, own: NoiseShift, past: Past | None) -> tuple[No
         # Until 0.1.0 every family trained on one schedule, `NoiseShift`'s defaults, and nothing was recorded.
         recorded = past.settings.get(NOISE_SHIFT)
         try:
-            began = NoiseShift(**recorded) if recorded else NoiseShift()
+            began = own if recorded == asdict(own) else NoiseShift(**recorded) if recorded else NoiseShift()
         except TypeError as error:
             raise CheckpointError(
                 f"{config.run_dir} has a noise schedule that this version does not know: {error}",
@@ -152,7 +154,7 @@ def noise_levels(config: Config, own: NoiseShift, past: Past | None) -> tuple[No
             own,
         )
     is_old = past is not None and NOISE_SHIFT not in past.settings
-    return NoiseLevels(config.loss.timesteps, began), {} if is_old else {NOISE_SHIFT: asdict(began)}
+    return NoiseLevels(config.loss.timesteps, began, steps), {} if is_old else {NOISE_SHIFT: asdict(began)}
 
 
 def _some(names: Sequence[str]) -> str:

@@ -35,8 +35,12 @@ class DiffusersFormat(Format):
             f"{prefix}{name}{suffix}": tensor
             for name, layer in layers.items()
             for suffix, tensor in tensors_of(layer, _SUFFIXES)
-            if not (bare and suffix == ".alpha")
+            if suffix != ".alpha" or (names.takes_alphas and not bare)
         }
+
+    def filed(self, layers: Mapping[str, LoraLayer], names: Names) -> Mapping[str, LoraLayer]:
+        # Without alphas every reader takes a LoRA at strength 1: what it has beside that goes into the up projection.
+        return layers if names.takes_alphas else {name: layer.at_strength_1() for name, layer in layers.items()}
 
     def strength_in_metadata(self, layers: Mapping[str, LoraLayer], names: Names) -> bool:
         # Without a prefix the pipeline reads alphas by a converter that knows no magnitudes: filed as PEFT does it.

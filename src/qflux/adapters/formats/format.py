@@ -43,8 +43,12 @@ class Format:
         raise NotImplementedError
 
     def write(self, layers: Mapping[str, LoraLayer], names: Names) -> dict[str, Tensor]:
-        """The tensors of a LoRA under this format's names."""
+        """The tensors of a LoRA under this format's names, from its layers as they are `filed`."""
         raise CheckpointError(f"LoRAs in the format {self.name} are read, not written", "choose another format.")
+
+    def filed(self, layers: Mapping[str, LoraLayer], names: Names) -> Mapping[str, LoraLayer]:
+        """A LoRA as this format keeps it: the same effect, perhaps of other matrices."""
+        return layers
 
     def strength_in_metadata(self, layers: Mapping[str, LoraLayer], names: Names) -> bool:
         """Whether this LoRA is filed without alpha tensors, because the format's reader takes none of it."""

@@ -38,14 +38,17 @@ class Transform:
 
     size: Size
     fit: str
-    """crop, stretch or pad."""
+    """crop, stretch, pad or cut."""
     step: int = field(default=STEP, compare=False, repr=False)
     """What sizes are multiples of: less than that is lost to a crop without a word."""
+    inner: Size | None = None
+    """What an image is resized to before it is cut, in the middle, pixel by pixel."""
 
     @property
     def key(self) -> str:
         height, width = self.size
-        return f"{self.fit}:{height}x{width}:lanczos"
+        inner = f":{self.inner[0]}x{self.inner[1]}" if self.inner else ""
+        return f"{self.fit}:{height}x{width}{inner}:lanczos"
 
     def crops(self, width: int, height: int) -> bool:
         """More than the remainder of one step is cut off an image of this size."""
@@ -58,6 +61,11 @@ class Transform:
             return image
         if self.fit == "stretch":
             return image.resize((width, height), Image.Resampling.LANCZOS)
+        if self.inner is not None:
+            if image.size != self.inner[::-1]:
+                image = image.resize(self.inner[::-1], Image.Resampling.LANCZOS)
+            left, top = (image.width - width) // 2, (image.height - height) // 2
+            return image.crop((left, top, left + width, top + height))
         if self.fit == "pad":
             scale = min(width / image.width, height / image.height)
             inner = image.resize(
@@ -74,9 +82,13 @@ class Transform:
 
         When cropping it is the largest centred part with the aspect ratio of the result.
         """
-        if self.fit != "crop":
+        if self.fit not in ("crop", "cut"):
             return 0.0, 0.0, float(width), float(height)
         rows, columns = self.size
+        if self.inner is not None:
+            down, across = height / self.inner[0], width / self.inner[1]
+            left, top = (self.inner[1] - columns) // 2 * across, (self.inner[0] - rows) // 2 * down
+            return left, top, left + columns * across, top + rows * down
         scale = min(width / columns, height / rows)
         left, top = max(0.0, width - columns * scale) / 2, max(0.0, height - rows * scale) / 2
         return left, top, min(width, left + columns * scale), min(height, top + rows * scale)

@@ -43,6 +43,7 @@ FACTS = {
         title="FLUX.1 Kontext",
         hub_id="black-forest-labs/FLUX.1-Kontext-dev",
         pipeline="FluxKontextPipeline",
+        transformer="FluxTransformer2DModel",
         trainer="FluxKontextLoraTrainer",
         gigabytes=23.8,
         width=3072,

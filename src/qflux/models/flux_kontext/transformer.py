@@ -20,14 +20,16 @@ from diffusers.models.transformers.transformer_flux import (
 from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
+from qflux.models.by_ids import RaggedByIds, Tokens
 from qflux.models.compat import picklable, register_blocks, require_plain_attention, take_mask
 from qflux.models.mlp import gelu_feed_forward, gelu_linear, linear_of_two
-from qflux.models.padding import Padding
 from qflux.ragged.attention import contiguous_gradient
 from qflux.ragged.heads import join_heads, join_turned_heads, turned_heads
-from qflux.ragged.layout import PackedLayout, RaggedLayout
+from qflux.ragged.layout import RaggedLayout
 from qflux.ragged.modulation import ModulatedStream, add_gated, clip_fp16, norm_modulate
 from qflux.ragged.rope import Rotary, rotary_from
+
+_CONTROLNET = ("controlnet_block_samples", "controlnet_single_block_samples")
 
 
 class RaggedFluxBlock(FluxTransformerBlock):
@@ -109,7 +111,7 @@ class RaggedFluxSingleBlock(FluxSingleTransformerBlock):
         return clip_fp16(add_gated(hidden_states, gate, out, of_joint))
 
 
-class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
+class FluxTransformer2DModel(RaggedByIds, diffusers.FluxTransformer2DModel):
     """diffusers' FLUX transformer that also takes samples of different sizes in one batch."""
 
     # A pipeline saves its parts by module and class. It computes the same with diffusers' own class, which everybody
@@ -172,71 +174,30 @@ class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
             "controlnet_single_block_samples": controlnet_single_block_samples,
             "controlnet_blocks_repeat": controlnet_blocks_repeat,
         }
-        tokens = (hidden_states, encoder_hidden_states, img_ids, txt_ids)
+        tokens = Tokens(hidden_states, encoder_hidden_states, img_ids, txt_ids)
         if layout is None:
-            output = self._forward_padded(*tokens, attention_mask, conditions)
+            output = self.run_padded(tokens, attention_mask, conditions)
         else:
-            output = self._forward_packed(*tokens, layout, conditions)
+            output = self.run_packed(tokens, layout, conditions)
         return Transformer2DModelOutput(sample=output) if return_dict else (output,)
 
-    def _forward_padded(
-        self,
-        image: Tensor,
-        text: Tensor,
-        img_ids: Tensor,
-        txt_ids: Tensor,
-        mask: Tensor | None,
-        conditions: dict[str, Any],
-    ) -> Tensor:
-        """diffusers' convention: an ordinary batch as it is, anything else packed, run, and put back into zeros."""
-        img_ids, txt_ids = _checked_ids("img_ids", img_ids, image), _checked_ids("txt_ids", txt_ids, text)
-        ids = {"img_ids": _first(img_ids), "txt_ids": _first(txt_ids)}
-        if mask is None and img_ids.ndim == txt_ids.ndim == 2:
-            # Decided without a look at any value, so that this call can be compiled and exported whole.
-            return super().forward(image, text, **ids, **conditions, return_dict=False)[0]
-        padding = Padding.of(text, image, mask)
-        if padding.is_empty and _shared(img_ids) and _shared(txt_ids):
-            return super().forward(image, text, **ids, **conditions, return_dict=False)[0]
-        img_ids = padding.pack_image(img_ids.expand(len(image), -1, -1))
-        txt_ids = padding.pack_text(txt_ids.expand(len(text), -1, -1))
-        layout = PackedLayout.build(
-            padding.text_lengths,
-            padding.image_lengths,
-            image.device,
-            uniform=_same_samples(padding.text_lengths, txt_ids) and _same_samples(padding.image_lengths, img_ids),
-        )
-        tokens = (padding.pack_image(image), padding.pack_text(text), img_ids, txt_ids)
-        return padding.unpack_image(self._forward_packed(*tokens, layout, conditions))
+    def _stock(self, tokens: Tokens, conditions: dict[str, Any]) -> Tensor:
+        image, text, img_ids, txt_ids = tokens
+        return super().forward(image, text, img_ids=img_ids, txt_ids=txt_ids, **conditions, return_dict=False)[0]
 
-    def _forward_packed(
-        self,
-        image: Tensor,
-        text: Tensor,
-        img_ids: Tensor,
-        txt_ids: Tensor,
-        layout: RaggedLayout,
-        conditions: dict[str, Any],
-    ) -> Tensor:
-        """Packed tokens in and out. Samples that are all alike are an ordinary batch, and run as one."""
-        if layout.uniform:
-            image, text, img_ids, txt_ids = (
-                x.unflatten(0, (layout.batch_size, -1)) for x in (image, text, img_ids, txt_ids)
+    def _ragged(self, tokens: Tokens, layout: RaggedLayout, conditions: dict[str, Any]) -> Tensor:
+        if any(conditions.pop(name) is not None for name in _CONTROLNET):
+            raise ValueError(
+                "ControlNet residuals are not supported for samples of different sizes: run them one by one."
             )
-            ids = {"img_ids": img_ids[0], "txt_ids": txt_ids[0]}
-            return super().forward(image, text, **ids, **conditions, return_dict=False)[0].flatten(0, 1)
-        _refuse(conditions)
         require_plain_attention((*self.transformer_blocks, *self.single_transformer_blocks), FluxAttnProcessor)
-        known = ("pooled_projections", "timestep", "guidance", "joint_attention_kwargs")
-        return self._forward_ragged(
-            image, text, (img_ids, txt_ids), layout, **{name: conditions[name] for name in known}
-        )
+        conditions.pop("controlnet_blocks_repeat")
+        return self._forward_ragged(tokens, layout, **conditions)
 
     @apply_lora_scale("joint_attention_kwargs")
     def _forward_ragged(
         self,
-        image: Tensor,
-        text: Tensor,
-        ids: tuple[Tensor, Tensor],
+        tokens: Tokens,
         layout: RaggedLayout,
         *,
         pooled_projections: Tensor,
@@ -244,13 +205,13 @@ class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
         guidance: Tensor | None,
         joint_attention_kwargs: dict[str, Any] | None,
     ) -> Tensor:
-        img_ids, txt_ids = ids
-        image = self.x_embedder(layout.enter_image(image))
-        text = self.context_embedder(layout.enter_text(text))
+        image = self.x_embedder(layout.enter_image(tokens.image))
+        text = self.context_embedder(layout.enter_text(tokens.text))
         timestep = timestep.to(image.dtype) * 1000
         conditions = [timestep] if guidance is None else [timestep, guidance.to(image.dtype) * 1000]
         temb = self.time_text_embed(*conditions, pooled_projections)
-        rotary = rotary_from(*self.pos_embed(layout.join(layout.enter_text(txt_ids), layout.enter_image(img_ids))))
+        ids = layout.join(layout.enter_text(tokens.txt_ids), layout.enter_image(tokens.img_ids))
+        rotary = rotary_from(*self.pos_embed(ids))
 
         checkpointing = torch.is_grad_enabled() and self.gradient_checkpointing
         run = self._gradient_checkpointing_func if checkpointing else _call
@@ -276,33 +237,3 @@ def _heads(attn: FluxAttention, *projections: Tensor) -> tuple[Tensor, ...]:
 
 def _call(block: torch.nn.Module, *args: Any) -> Any:
     return block(*args)
-
-
-def _refuse(conditions: dict[str, Any]) -> None:
-    if any(conditions[name] is not None for name in ("controlnet_block_samples", "controlnet_single_block_samples")):
-        raise ValueError("ControlNet residuals are not supported for samples of different sizes: run them one by one.")
-    unknown = sorted(set(conditions["joint_attention_kwargs"] or {}) - {"scale"})
-    if unknown:
-        raise ValueError(f"joint_attention_kwargs {unknown} are not supported for samples of different sizes.")
-
-
-def _checked_ids(name: str, ids: Tensor, tokens: Tensor) -> Tensor:
-    """Position ids `(S, 3)` of all samples or `(B, S, 3)` of each; one entry for the batch is the former."""
-    ids = ids[0] if ids.ndim == 3 and len(ids) == 1 else ids
-    batch, width = tokens.shape[:2]
-    if not torch.compiler.is_compiling() and tuple(ids.shape) not in ((width, 3), (batch, width, 3)):
-        raise ValueError(f"{name} has shape {tuple(ids.shape)}; expected {(width, 3)} or {(batch, width, 3)}.")
-    return ids
-
-
-def _shared(ids: Tensor) -> bool:
-    return ids.ndim == 2 or bool((ids == ids[:1]).all())
-
-
-def _first(ids: Tensor) -> Tensor:
-    return ids if ids.ndim == 2 else ids[0]
-
-
-def _same_samples(lengths: list[int], ids: Tensor) -> bool:
-    """Samples of these lengths have the same positions."""
-    return len(set(lengths)) == 1 and _shared(ids.unflatten(0, (len(lengths), -1)))

@@ -14,6 +14,7 @@ _IMAGE = Facts(
     title="Qwen-Image",
     hub_id="Qwen/Qwen-Image",
     pipeline="QwenImagePipeline",
+    transformer="QwenImageTransformer2DModel",
     trainer="QwenImageTrainer",
     gigabytes=40.9,
     width=3072,
@@ -37,15 +38,17 @@ _EDIT = replace(
     spellings=("qwen-image-edit$",),
     original_trainer="QwenImageEdit",
 )
-_EDIT_PLUS = replace(
+_EDIT_2511 = replace(
     _EDIT,
     name="qwen-image-edit-plus",
-    title="Qwen-Image-Edit-Plus",
-    hub_id="Qwen/Qwen-Image-Edit-2509",
+    title="Qwen-Image-Edit-2511",
+    hub_id="Qwen/Qwen-Image-Edit-2511",
     pipeline="QwenImageEditPlusPipeline",
     trainer="QwenImageEditPlusTrainer",
     controls=(0, MOST_IMAGES - 1),
     spellings=("qwen-image-edit.",),
     original_trainer="QwenImageEditPlus",
 )
+_EDIT_2509 = replace(_EDIT_2511, title="Qwen-Image-Edit-2509", hub_id="Qwen/Qwen-Image-Edit-2509")
+_EDIT_PLUS = replace(_EDIT_2511, variants=(_EDIT_2509,))
 FACTS = {facts.name: facts for facts in (_IMAGE, _EDIT, _EDIT_PLUS)}

@@ -21,15 +21,18 @@ from qflux.models.qwen_image.transformer import QwenImageTransformer2DModel
 TEXT_WIDTH = 32
 
 
-def tiny(seed: int = 0, sees_images: bool = True) -> QwenImageComponents:
-    """All components of the pipeline, in fp32 on the CPU; equal seeds give equal weights."""
+def tiny(seed: int = 0, sees_images: bool = True, zero_cond_t: bool = False) -> QwenImageComponents:
+    """All components of the pipeline, in fp32 on the CPU; equal seeds give equal weights.
+
+    With `zero_cond_t`, as in Qwen-Image-Edit-2511, controls are modulated as if they had no noise.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = _tokenizer()
         # Smaller images than the real ones: a tiny model should not spend its time on 1,000 vision tokens.
         image_processor = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=112 * 112)
         return QwenImageComponents(
-            transformer=_transformer(),
+            transformer=_transformer(zero_cond_t),
             vae=_vae(),
             scheduler=_scheduler(),
             text_encoder=_text_encoder(tokenizer),
@@ -38,7 +41,7 @@ def tiny(seed: int = 0, sees_images: bool = True) -> QwenImageComponents:
         )
 
 
-def _transformer() -> QwenImageTransformer2DModel:
+def _transformer(zero_cond_t: bool) -> QwenImageTransformer2DModel:
     return QwenImageTransformer2DModel(
         in_channels=64,
         out_channels=16,
@@ -47,6 +50,7 @@ def _transformer() -> QwenImageTransformer2DModel:
         num_attention_heads=4,
         joint_attention_dim=TEXT_WIDTH,
         axes_dims_rope=(4, 6, 6),
+        zero_cond_t=zero_cond_t,
     ).eval()
 
 
