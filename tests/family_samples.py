@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import diffusers
 import numpy as np
+import pytest
 import torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from numpy.typing import NDArray
@@ -26,6 +27,9 @@ from qflux.adapters.lora import add, containers
 from qflux.data.encoded import TextEmbedding
 from qflux.models import get_family
 from qflux.models.family import ModelInputs
+from qflux.models.flux2.positions import image_ids as flux2_ids
+from qflux.models.flux2.positions import text_ids
+from qflux.models.flux2.tiny import tiny_dev
 from qflux.models.flux_kontext.positions import image_ids
 from qflux.models.qwen_image.tiny import tiny as tiny_qwen
 from qflux.ragged.shapes import Shapes
@@ -176,6 +180,42 @@ def _flux_padded(batch: PaddedBatch) -> dict[str, Any]:
     }
 
 
+def _flux2_alone(sample: Sample) -> dict[str, Any]:
+    return {
+        "hidden_states": sample.image[None],
+        "encoder_hidden_states": sample.text[None],
+        "timestep": sample.sigma[None],
+        "img_ids": flux2_ids([sample.shapes]),
+        "txt_ids": text_ids([len(sample.text)]),
+        "guidance": torch.full((1,), GUIDANCE),
+    }
+
+
+def _flux2_padded(batch: PaddedBatch) -> dict[str, Any]:
+    return {
+        "hidden_states": batch.image,
+        "encoder_hidden_states": batch.text,
+        "timestep": torch.stack([s.sigma for s in batch.samples]),
+        "img_ids": batch.ids(flux2_ids),
+        "txt_ids": text_ids([batch.text.shape[1]]),
+        "guidance": torch.full((len(batch.samples),), GUIDANCE),
+    }
+
+
+def _klein_draw(pipe: Any, controls: Sequence[Image.Image], **options: Any) -> NDArray[np.float32]:
+    """Its guidance scale is that of true CFG, against the empty prompt unless somebody brings embeddings."""
+    negative, scale = options.pop("negative_prompt"), options.pop("true_cfg_scale")
+    against = {} if negative is None else {"negative_prompt_embeds": pipe.encode_prompt(negative)[0]}
+    return pipe(image=list(controls) or None, guidance_scale=scale, **against, **options).images[0]
+
+
+def _dev_draw(pipe: Any, controls: Sequence[Image.Image], **options: Any) -> NDArray[np.float32]:
+    if options.pop("negative_prompt") is not None:
+        pytest.skip("its pipeline has no true CFG")
+    del options["true_cfg_scale"]
+    return pipe(image=list(controls) or None, **options).images[0]
+
+
 def _qwen_alone(sample: Sample) -> dict[str, Any]:
     return {
         "hidden_states": sample.image[None],
@@ -222,6 +262,23 @@ def _qwen(family: str, controls: tuple[int, ...], most: int, tiny: Any = None) -
     return Reference(family, stock, _qwen_alone, _qwen_padded, _qwen_draw, controls, most, tiny=tiny)
 
 
+def _flux2(draw: Any, **variant: Any) -> Reference:
+    return Reference(
+        "flux2",
+        diffusers.Flux2Transformer2DModel,
+        _flux2_alone,
+        _flux2_padded,
+        draw,
+        (0, 1, 2, 4, 3, 1),
+        most_controls=2,
+        text_width=48,
+        channels=128,
+        attention_kwargs="joint_attention_kwargs",
+        lora_targets=get_family("flux2").facts.lora_targets,
+        **variant,
+    )
+
+
 REFERENCES = {
     "flux-kontext": Reference(
         "flux-kontext",
@@ -238,6 +295,8 @@ REFERENCES = {
     "qwen-image-edit-plus, 2511": _qwen(
         "qwen-image-edit-plus", (0, 1, 2, 4, 3, 1), 2, partial(tiny_qwen, zero_cond_t=True)
     ),
+    "flux2": _flux2(_klein_draw),
+    "flux2, dev": _flux2(_dev_draw, tiny=tiny_dev, pipeline="Flux2Pipeline"),
 }
 """One for each family, and for each variant of it that runs another way."""
 

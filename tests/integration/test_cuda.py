@@ -22,7 +22,7 @@ from qflux.ragged.shapes import Shapes
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.fixture(scope="module", params=["flux-kontext", "qwen-image-edit-plus"])
+@pytest.fixture(scope="module", params=["flux-kontext", "qwen-image-edit-plus", "flux2"])
 def recipe(request, tmp_path_factory, data_set):
     family = get_family(request.param)
     folder = tmp_path_factory.mktemp(request.param)
@@ -128,7 +128,7 @@ def test_a_resumed_run_goes_on_where_it_was(recipe, optimizer):
 
 
 @pytest.mark.parametrize("sizes", [[(1, 8, 8)], [(1, 8, 8), (1, 8, 8)], [(1, 8, 8), (1, 6, 10)]], ids=str)
-@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit"])
+@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit", "flux2"])
 def test_gradients_of_fast_attention_are_those_of_plain_attention(name, sizes):
     """cuDNN's backward is wrong if its gradient is a slice, as in diffusers' own single-stream blocks (torch 2.11)."""
     family = get_family(name)

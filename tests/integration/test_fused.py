@@ -81,7 +81,7 @@ def test_products_around_a_gelu(randn):
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit-plus"])
+@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit-plus", "flux2"])
 def test_a_whole_transformer(name, adapter, monkeypatch):
     family = get_family(name)
     transformer = family.tiny(0).transformer.to("cuda", torch.bfloat16)

@@ -18,7 +18,7 @@ from qflux.training import loop as run_module
 from qflux.training.distributed import full_tensor
 from worlds import World
 
-FAMILIES = ("flux-kontext", pytest.param("qwen-image-edit-plus", marks=pytest.mark.slow))
+FAMILIES = ("flux-kontext", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen-image-edit-plus", "flux2")))
 OPTIMIZERS = {
     "SGD": (["optimizer.class_path=torch.optim.SGD", "optimizer.init_args={lr: 0.5}"], 1e-6),
     "AdamW": (["optimizer.class_path=torch.optim.AdamW", "optimizer.init_args={lr: 0.001}"], 1e-4),

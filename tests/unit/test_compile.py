@@ -15,7 +15,7 @@ from qflux.ragged.compilation import compile_blocks
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(params=["flux-kontext", "qwen-image-edit-plus, 2511"])
+@pytest.fixture(params=["flux-kontext", "qwen-image-edit-plus, 2511", "flux2"])
 def compiled(request):
     torch._dynamo.reset()
     counters.clear()
@@ -63,7 +63,7 @@ def test_compiled_blocks_give_the_same_and_never_recompile_for_sizes(compiled):
     assert all(counts[0] > 0 and len(set(counts)) == 1 for counts in graphs.values()), graphs
 
 
-@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image"])
+@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image", "flux2"])
 def test_diffusers_own_compilation_of_repeated_blocks_finds_the_blocks(name):
     models = Models(name)
     models.ours.compile_repeated_blocks(backend="eager")

@@ -29,7 +29,7 @@ from qflux.errors import CheckpointError
 from qflux.models import get_family
 from qflux.sampling.predictor import recorded_preprocessing
 
-FAMILIES = ("flux-kontext", "qwen-image", "qwen-image-edit", "qwen-image-edit-plus")
+FAMILIES = ("flux-kontext", "qwen-image", "qwen-image-edit", "qwen-image-edit-plus", "flux2")
 FLUX_WIDTH, FLUX_MLP = 3072, 12288
 
 
@@ -344,7 +344,7 @@ def test_several_loras_count_by_their_weights(tmp_path):
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
-@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit-plus"])
+@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit-plus", "flux2"])
 def test_merged_weights_reproduce_base_and_lora(name, dora):
     family, transformer, names = model(name)
     lora = random_lora(names, ATTENTION, dora=dora)
@@ -446,7 +446,7 @@ def flat(lora: LoraLayers, prefix: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("prefix", ["lora_transformer_", "lycoris_"], ids=["OneTrainer", "SimpleTuner"])
-@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit"])
+@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit", "flux2"])
 def test_files_of_other_trainers_load_with_their_strength(name, prefix, tmp_path):
     family, transformer, names = model(name)
     lora = random_lora(names, EVERYTHING, alpha=3.0)
@@ -517,7 +517,7 @@ def test_metadata_of_a_hundred_thousand_brackets_is_an_error_and_no_crash(tmp_pa
 
 
 @pytest.mark.parametrize("alpha", [4.0, 10.0])
-@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image"])
+@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image", "flux2"])
 def test_on_the_transformer_alone_the_alphas_are_given_along(name, alpha, tmp_path):
     """`load_lora_adapter` reads no alpha tensors; what docs/inference.md says of it."""
     family, transformer, names = model(name)

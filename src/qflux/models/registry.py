@@ -22,6 +22,7 @@ _FOLDERS = {
     "qwen-image": "qwen_image",
     "qwen-image-edit": "qwen_image",
     "qwen-image-edit-plus": "qwen_image",
+    "flux2": "flux2",
 }
 """ADD A FAMILY HERE."""
 
