@@ -1,7 +1,7 @@
 """One LoRA training step on samples of different sizes: packed against padded, and against one by one, in one run.
 
     python benchmarks/mixed_batch.py                     # CUDA: the full 12B shape; CPU: scaled down
-    python benchmarks/mixed_batch.py --model qwen        # Qwen-Image 20B instead of FLUX 12B
+    python benchmarks/mixed_batch.py --model qwen        # Qwen-Image 20B instead of FLUX 12B; or klein: FLUX.2 9B
     python benchmarks/mixed_batch.py --rows packed       # some rows only
 
 The batches are edits of 2 n image tokens (target and control), with 512 text tokens (FLUX) or 260 to 700 (Qwen): four
@@ -36,7 +36,7 @@ from torch import Tensor
 from qflux.adapters.lora import inject
 from qflux.config import LoraSettings
 from qflux.data.encoded import TextEmbedding
-from qflux.models import FluxTransformer2DModel, QwenImageTransformer2DModel, get_family
+from qflux.models import QwenImageTransformer2DModel, get_family
 from qflux.models.family import ModelInputs
 from qflux.models.flux_kontext.positions import image_ids
 from qflux.ragged.compilation import compile_blocks
@@ -57,24 +57,36 @@ class Scale:
 
     name: str
     family: str
-    layers: int
-    single_layers: int
-    heads: int
-    text_width: int
+    shape: dict[str, Any]
+    """What the transformer is made with."""
     text_lengths: tuple[int, ...]
     divide: int
     dtype: torch.dtype
     repeats: int
 
+    @property
+    def text_width(self) -> int:
+        return int(self.shape["joint_attention_dim"])
+
 
 FLUX_TEXT, QWEN_TEXT = (512,) * 4, (260, 400, 560, 700)
+
+
+def _shape(layers: int, single_layers: int, heads: int, text_width: int, **more: Any) -> dict[str, Any]:
+    shape = {"num_layers": layers, "num_attention_heads": heads, "joint_attention_dim": text_width, **more}
+    return {**shape, "num_single_layers": single_layers} if single_layers else shape
+
+
+_FLUX, _KLEIN = {"guidance_embeds": True}, {"guidance_embeds": False}
 FULL = {
-    "flux": Scale("FLUX 12B", "flux-kontext", 19, 38, 24, 4096, FLUX_TEXT, 1, torch.bfloat16, 3),
-    "qwen": Scale("Qwen-Image 20B", "qwen-image-edit", 60, 0, 24, 3584, QWEN_TEXT, 1, torch.bfloat16, 3),
+    "flux": Scale("FLUX 12B", "flux-kontext", _shape(19, 38, 24, 4096, **_FLUX), FLUX_TEXT, 1, torch.bfloat16, 3),
+    "klein": Scale("FLUX.2 klein 9B", "flux2", _shape(8, 24, 32, 12288, **_KLEIN), FLUX_TEXT, 1, torch.bfloat16, 3),
+    "qwen": Scale("Qwen-Image 20B", "qwen-image-edit", _shape(60, 0, 24, 3584), QWEN_TEXT, 1, torch.bfloat16, 3),
 }
 SMALL = {
-    "flux": Scale("FLUX scaled down", "flux-kontext", 2, 4, 4, 256, FLUX_TEXT, 4, torch.float32, 3),
-    "qwen": Scale("Qwen-Image scaled down", "qwen-image-edit", 6, 0, 4, 256, QWEN_TEXT, 4, torch.float32, 3),
+    "flux": Scale("FLUX scaled down", "flux-kontext", _shape(2, 4, 4, 256, **_FLUX), FLUX_TEXT, 4, torch.float32, 3),
+    "klein": Scale("klein scaled down", "flux2", _shape(2, 4, 4, 768, **_KLEIN), FLUX_TEXT, 4, torch.float32, 3),
+    "qwen": Scale("Qwen-Image scaled down", "qwen-image-edit", _shape(6, 0, 4, 256), QWEN_TEXT, 4, torch.float32, 3),
 }
 
 
@@ -99,16 +111,12 @@ class Batch:
 
 def build_transformer(scale: Scale, device: str) -> Any:
     """Random weights, frozen."""
-    common = {"num_attention_heads": scale.heads, "joint_attention_dim": scale.text_width, "num_layers": scale.layers}
     with torch.device("meta"):
-        if scale.single_layers:
-            model = FluxTransformer2DModel(**common, num_single_layers=scale.single_layers, guidance_embeds=True)
-        else:
-            model = QwenImageTransformer2DModel(**common)
+        model = get_family(scale.family).transformer(**scale.shape)
     model = model.to(scale.dtype).to_empty(device=device).requires_grad_(False)
     for parameter in model.parameters():
         parameter.normal_(0.0, 0.02)
-    if not scale.single_layers:  # its tables are plain attributes, and were made on the meta device
+    if isinstance(model, QwenImageTransformer2DModel):  # its tables are plain attributes, made on the meta device
         model.pos_embed = type(model.pos_embed)(theta=10000, axes_dim=[16, 56, 56], scale_rope=True)
     return model
 
@@ -125,7 +133,8 @@ def training_step(model: Any, scale: Scale, batch: Batch, mode: str, device: str
     options: dict[str, Any] = {"device": device, "dtype": scale.dtype}
     count = len(batch.targets)
     torch.manual_seed(0)
-    image = torch.randn(sum(batch.image_lengths), 64, **options)
+    channels = get_family(scale.family).widths(model).image
+    image = torch.randn(sum(batch.image_lengths), channels, **options)
     text = [
         TextEmbedding(torch.randn(n, scale.text_width, **options), torch.randn(768, **options))
         for n in batch.text_lengths
@@ -245,6 +254,7 @@ ROWS = (
     ("one by one", True, True),
     ("packed", True, True),
     ("diffusers", False, True),
+    ("padded", True, False),
     ("one by one", True, False),
     ("packed", True, False),
 )
@@ -252,9 +262,10 @@ ROWS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["flux", "qwen"], default="flux")
+    parser.add_argument("--model", choices=sorted(FULL), default="flux")
     parser.add_argument("--rows", nargs="*", default=sorted({mode for mode, *_ in ROWS}), help="modes to run")
     parser.add_argument("--batches", nargs="*", default=list(BATCHES), help="batches to run")
+    parser.add_argument("--compiled", action="store_true", help="only rows with compiled blocks")
     arguments = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -276,11 +287,13 @@ def main() -> None:
         batch = Batch([n // scale.divide for n in BATCHES[name]], texts)
         baseline: dict[tuple[str, bool, bool], float] = {}
         for mode, compiled, checkpointing in ROWS:
-            if mode not in arguments.rows or (device == "cpu" and (compiled or not checkpointing)):
+            if mode not in arguments.rows or (arguments.compiled and not compiled):
+                continue
+            if device == "cpu" and (compiled or not checkpointing):
                 continue
             if name not in ("four, 45 %", "four, 19 %") and (not compiled or mode in ("padded", "diffusers")):
                 continue  # what is slow anyway
-            if mode == "diffusers" and arguments.model == "qwen":  # it can't mask image tokens at all
+            if mode == "diffusers" and arguments.model != "flux":  # stock_velocity is FLUX.1's
                 continue
             # cuDNN attention crashes on a padded, masked, checkpointed 12B batch (torch 2.11).
             torch.backends.cuda.enable_cudnn_sdp(mode in ("packed", "one by one"))

@@ -5,6 +5,7 @@ A family inherits these tests by its `Reference` in `family_samples`.
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import diffusers
@@ -25,6 +26,8 @@ from qflux.errors import DataError
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
 from qflux.sampling.predictor import Edit
+from qflux.training.distributed import World
+from qflux.training.fit import chart
 
 WIDTH, HEIGHT, STEPS, CFG = 128, 96, 3, 4.0
 
@@ -101,6 +104,39 @@ def test_a_prediction_equals_the_reference_pipelines(project, negative, with_lor
     assert np.abs(output - expected).max() <= 1e-4
     if with_lora:
         assert np.abs(output - project.pixels(edit, with_lora=False)).max() > 1e-3
+
+
+LARGE = [pytest.param((1024, width), marks=pytest.mark.slow) for width in (1024, 1280)]
+
+
+class _Scheduled(Exception):
+    """Ends a pipeline where it has its schedule."""
+
+
+@pytest.mark.parametrize("size", [(256, 256), (512, 384), (768, 512), *LARGE], ids=str)
+def test_training_takes_its_noise_levels_from_the_pipelines_schedule(project, size):
+    height, width = size
+    pipe = project.pipeline()
+    # Qwen's schedule is also stretched a little, to end at 0.02 where the last step begins. What lies below that is
+    # used by no step; training draws from all levels.
+    pipe.register_modules(scheduler=type(pipe.scheduler).from_config(pipe.scheduler.config, shift_terminal=None))
+    set_timesteps = pipe.scheduler.set_timesteps
+
+    @functools.wraps(set_timesteps)  # pipelines look at its signature
+    def set_and_stop(*args, **options):
+        set_timesteps(*args, **options)
+        raise _Scheduled
+
+    pipe.scheduler.set_timesteps = set_and_stop
+    steps = project.trainer.pretrained.facts.num_inference_steps
+    controls = [picture(64, 64, 1)][: project.reference.most_controls]
+    options = {"prompt": "red", "negative_prompt": None, "true_cfg_scale": CFG, "num_inference_steps": steps}
+    with pytest.raises(_Scheduled):
+        project.reference.draw(pipe, controls, height=height, width=width, **options)
+
+    course = chart(project.trainer.config, project.trainer.pretrained, project.trainer.samples(), World(), False)
+    drawn = [course.levels.shifted(1 - step / steps, height * width // 256) for step in range(steps)]
+    np.testing.assert_allclose(drawn, pipe.scheduler.sigmas[:-1].numpy(), rtol=1e-5)
 
 
 def test_a_mixed_batch_of_edits_equals_one_by_one(project):

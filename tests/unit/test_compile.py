@@ -38,7 +38,8 @@ def random_batch(rng: random.Random, size: int, uniform: bool = False):
 
 def step(models, samples):
     outputs = models.packed(samples)
-    loss = sum((output * s.upstream).sum() for output, s in zip(outputs, samples, strict=True))
+    fitted = [models.reference.fitted(sample) for sample in samples]
+    loss = sum((output * s.upstream).sum() for output, s in zip(outputs, fitted, strict=True))
     return torch.cat(outputs), torch.cat([g.flatten() for g in torch.autograd.grad(loss, lora_parameters(models.ours))])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch._dynamo.config as dynamo_config
 import torch.fx.experimental._config as shape_config
 from torch import nn
 
@@ -13,7 +14,11 @@ def compile_blocks(blocks: Iterable[nn.Module], backend: str = "inductor") -> No
 
     By default torch takes two sizes that are equal in the first batch to be equal for ever, and compiles anew when they
     turn out not to be: a batch of 24 samples on a model of 24 heads would do. That guess is switched off.
+
+    Numbers such as a norm's epsilon and a LoRA's strength are compiled in. By default they would be tensors on the CPU,
+    and torch would want a C++ compiler for them beside the one for the GPU.
     """
     shape_config.use_duck_shape = False
+    dynamo_config.specialize_float = True
     for block in blocks:
         block.compile(dynamic=True, backend=backend)
