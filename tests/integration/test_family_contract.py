@@ -109,7 +109,7 @@ def test_a_prediction_equals_the_reference_pipelines(project, negative, with_lor
 LARGE = [pytest.param((1024, width), marks=pytest.mark.slow) for width in (1024, 1280)]
 
 
-class _Scheduled(Exception):
+class _ScheduledError(Exception):
     """Ends a pipeline where it has its schedule."""
 
 
@@ -125,13 +125,13 @@ def test_training_takes_its_noise_levels_from_the_pipelines_schedule(project, si
     @functools.wraps(set_timesteps)  # pipelines look at its signature
     def set_and_stop(*args, **options):
         set_timesteps(*args, **options)
-        raise _Scheduled
+        raise _ScheduledError
 
     pipe.scheduler.set_timesteps = set_and_stop
     steps = project.trainer.pretrained.facts.num_inference_steps
     controls = [picture(64, 64, 1)][: project.reference.most_controls]
     options = {"prompt": "red", "negative_prompt": None, "true_cfg_scale": CFG, "num_inference_steps": steps}
-    with pytest.raises(_Scheduled):
+    with pytest.raises(_ScheduledError):
         project.reference.draw(pipe, controls, height=height, width=width, **options)
 
     course = chart(project.trainer.config, project.trainer.pretrained, project.trainer.samples(), World(), False)
