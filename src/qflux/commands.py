@@ -100,10 +100,12 @@ class Trainer:
 
     def cache(self, listener: CacheListener | None = None) -> CacheReport:
         """Encode every sample that is not in the cache yet. Several processes may do this at the same time."""
+        self.pretrained.require_family()
         return build_cache(self.config, self.pretrained, self.store, listener)
 
     def samples(self) -> Dataset:
         """The samples of the config, with the length of their prompts; all of them cached, if the cache is used."""
+        self.pretrained.require_family()
         dataset = read_samples(self.config, self.family, self.store)
         if self.config.cache.use_cache:
             require_complete(dataset, self.store, self.config)

@@ -123,7 +123,8 @@ def demo_config(output_dir: Path, overrides: list[str] | None = None, family: st
         settings["train"] |= {"max_train_steps": 60, "lr_warmup_steps": 10}
         settings["optimizer"]["init_args"]["lr"] = 0.002
         settings["data"]["held_out"] = {"count": 4}
-    if facts_of(family).true_cfg_scale > 1:
+    facts = facts_of(family)
+    if facts.true_cfg_scale > 1 and facts.negative_prompt is None:
         settings["predict"]["negative_prompt"] = " "
     return load_config(settings, overrides or [])
 

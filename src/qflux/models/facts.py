@@ -103,6 +103,16 @@ class Facts:
     def is_distilled(self) -> bool:
         return self.distilled_from is not None
 
+    @property
+    def caution(self) -> tuple[str, str] | None:
+        """What somebody who is about to train this checkpoint should know, and what to do."""
+        if self.distilled_from is None:
+            return None
+        return (
+            f"{self.title} was distilled to make images in a few steps, and training takes that away",
+            f"train {self.distilled_from} instead, and use the LoRA with either of them.",
+        )
+
     def of(self, checkpoint: Described) -> Facts:
         """The facts of a checkpoint: this family's own, or those of the variant that it is."""
         candidates = (self, *self.variants)

@@ -96,7 +96,8 @@ def load_part(
         model, found = loader.from_pretrained(folder, subfolder=part, **options)
     except Exception as error:
         raise CheckpointError(f"{folder / part} can't be loaded: {error}", _REPAIR) from error
-    missing = sorted(found["missing_keys"])
+    # The counter of a batch norm is of no use to anybody who does not train it, and not every file has it.
+    missing = sorted(key for key in found["missing_keys"] if not key.endswith("num_batches_tracked"))
     if missing:
         raise CheckpointError(f"{folder / part} lacks {len(missing)} weights, {missing[0]} first", _REPAIR)
     return model.to(device).eval().requires_grad_(False)

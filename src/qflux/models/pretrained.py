@@ -11,11 +11,11 @@ import torch
 from qflux.config import Config
 from qflux.errors import CheckpointError, ConfigError
 from qflux.launch import launched
-from qflux.models.facts import Facts
+from qflux.models.facts import Described, Facts
 from qflux.models.family import Encoder, Family, TextCounter, text_limit
 from qflux.models.loading import checkpoint_folder, load_transformer
 from qflux.models.precision import dtype_of
-from qflux.models.registry import described, family_with
+from qflux.models.registry import described, family_of
 
 
 class Pretrained:
@@ -31,16 +31,24 @@ class Pretrained:
     @cached_property
     def facts(self) -> Facts:
         """Of this checkpoint: the family's own, or those of the variant that it is."""
-        name, family = self.settings.pretrained, self.family
+        name = self.settings.pretrained
         checkpoint = described(name, checkpoint_folder(name, ()))
-        found = checkpoint.transformer
-        if found is not None and found != family.facts.transformer:
-            right = family_with(found, checkpoint.pipeline)
-            raise CheckpointError(
-                f"model.pretrained: {name} holds a {found}, which is not of the family {family.name}",
-                f"set family: {right}." if right else "give a checkpoint of this family.",
-            )
-        return family.facts.of(checkpoint)
+        self._require_family(checkpoint)
+        return self.family.facts.of(checkpoint)
+
+    def require_family(self) -> None:
+        """An error if what is on this machine of the checkpoint is of another family; nothing is fetched for it."""
+        self._require_family(described(self.settings.pretrained))
+
+    def _require_family(self, checkpoint: Described) -> None:
+        if checkpoint.transformer in (None, self.family.facts.transformer):
+            return
+        right = family_of(checkpoint)
+        raise CheckpointError(
+            f"model.pretrained: {checkpoint.name} holds a {checkpoint.transformer}, "
+            f"which is not of the family {self.family.name}",
+            f"set family: {right}." if right else "give a checkpoint of this family.",
+        )
 
     def components(self, parts: Sequence[str]) -> Any:
         """These parts, under the names that the family's pipeline has for them."""

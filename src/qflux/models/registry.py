@@ -75,7 +75,7 @@ def described(pretrained: str, folder: Path | None = None) -> Described:
     index, transformer = (_json(folder / file) for file in ("model_index.json", "transformer/config.json"))
     heads, channels = (transformer.get(key) for key in ("num_attention_heads", "attention_head_dim"))
     named = index.get("transformer")
-    class_name = named[-1] if isinstance(named, list) and named else transformer.get("_class_name")
+    class_name = transformer.get("_class_name") or (named[-1] if isinstance(named, list) and named else None)
     return Described(
         name=pretrained,
         pipeline=index.get("_class_name"),
@@ -85,11 +85,18 @@ def described(pretrained: str, folder: Path | None = None) -> Described:
     )
 
 
-def family_with(transformer: str, pipeline: str | None) -> str | None:
-    """The family that a checkpoint with this transformer and this pipeline is of."""
+def family_of(checkpoint: Described) -> str | None:
+    """The family that a checkpoint is of, by its transformer and its pipeline, or else by its hub id."""
     known = [variant for facts in all_facts() for variant in (facts, *facts.variants)]
-    alike = [facts for facts in known if facts.transformer == transformer]
-    return next((facts.name for facts in (*(f for f in alike if f.pipeline == pipeline), *alike)), None)
+    alike = [facts for facts in known if checkpoint.transformer in (None, facts.transformer)]
+    for candidates in (
+        [facts for facts in alike if facts.pipeline == checkpoint.pipeline],
+        alike if checkpoint.transformer else [],
+        [facts for facts in known if facts.hub_id.lower() == checkpoint.name.lower()],
+    ):
+        if candidates:
+            return candidates[0].name
+    return None
 
 
 def _json(file: Path) -> dict[str, Any]:

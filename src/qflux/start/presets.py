@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,19 +15,19 @@ from qflux.start.machine import Machine, is_installed
 class Model:
     """What will be trained."""
 
-    family: str
+    facts: Facts
     pretrained: str
     gigabytes: float
     why: str = ""
     """Why it was taken, if nobody asked for it."""
 
     @property
-    def is_small(self) -> bool:
-        return self.pretrained == registry.shipped().name
+    def family(self) -> str:
+        return self.facts.name
 
     @property
-    def facts(self) -> Facts:
-        return registry.facts_of(self.family)
+    def is_small(self) -> bool:
+        return self.pretrained == registry.shipped().name
 
 
 def choose_model(pretrained: str | None, family: str | None, machine: Machine, has_controls: bool) -> Model:
@@ -41,38 +40,30 @@ def choose_model(pretrained: str | None, family: str | None, machine: Machine, h
             raise ConfigError(
                 f"{small.name} is of the family {small.family}, and --family is {family}", "leave it out."
             )
-        return Model(small.family, small.name, _SMALL_GIGABYTES)
+        return Model(registry.facts_of(small.family), small.name, _SMALL_GIGABYTES)
     if pretrained is not None:
         found = _family_of(pretrained)
         if family and found and family != found:
             raise ConfigError(
                 f"--model {pretrained} is of the family {found}, and --family is {family}", "leave it out."
             )
-        name = family or found or registry.DEFAULT
+        facts = registry.facts_of(family or found or registry.DEFAULT).of(registry.described(pretrained))
         own = _gigabytes(registry.local_folder(pretrained))
-        return Model(name, pretrained, own or registry.facts_of(name).gigabytes)
+        return Model(facts, pretrained, own or facts.gigabytes)
     name = family or (registry.DEFAULT if has_controls else registry.WITHOUT_CONTROLS)
     facts = registry.facts_of(name)
     if family is not None or machine.gpu or _is_here(facts.hub_id):
-        return Model(name, facts.hub_id, facts.gigabytes)
+        return Model(facts, facts.hub_id, facts.gigabytes)
     why = (
         f"there is no GPU here, and no checkpoint of {facts.hub_id}: the small model that ships with qflux is trained, "
         f"which shows within minutes what your data can teach; for the real one, --model {facts.hub_id} on a GPU"
     )
-    return Model(small.family, small.name, _SMALL_GIGABYTES, why)
+    return Model(registry.facts_of(small.family), small.name, _SMALL_GIGABYTES, why)
 
 
 def _family_of(pretrained: str) -> str | None:
     """From the description in a folder, or from the name of a checkpoint."""
-    folder = registry.local_folder(pretrained)
-    try:
-        described = json.loads((folder / "model_index.json").read_text()).get("_class_name")
-    except (OSError, ValueError, AttributeError):
-        described = None
-    known = registry.all_facts()
-    by_pipeline = next((facts.name for facts in known if facts.pipeline == described), None)
-    by_id = next((facts.name for facts in known if facts.hub_id.lower() == pretrained.lower()), None)
-    return by_pipeline or by_id or _by_name(pretrained)
+    return registry.family_of(registry.described(pretrained)) or _by_name(pretrained)
 
 
 def _by_name(pretrained: str) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from qflux.config.reader import FLOAT
+from qflux.models.facts import Facts
 from qflux.models.registry import shipped
 from qflux.start.look import Seen
 from qflux.start.machine import Machine
@@ -170,9 +171,6 @@ def _training(plan: Plan) -> list[str]:
 def _rest(plan: Plan) -> list[str]:
     facts, small, seen = plan.model.facts, plan.model.is_small, plan.seen
     steps = 8 if small else facts.num_inference_steps
-    guidance = (
-        ['  negative_prompt: " " # switches true CFG on'] if facts.true_cfg_scale > 1 else ["  guidance_scale: 3.5"]
-    )
     return [
         "loss:",
         f"  kind: {'mask' if seen.masks else 'mse'} # {seen.masks} of {len(seen.samples)} samples have a mask",
@@ -185,8 +183,15 @@ def _rest(plan: Plan) -> list[str]:
         "",
         "predict:",
         f"  num_inference_steps: {steps}",
-        *guidance,
+        *_guidance(facts),
     ]
+
+
+def _guidance(facts: Facts) -> list[str]:
+    if facts.true_cfg_scale > 1:
+        negative = " " if facts.negative_prompt is None else facts.negative_prompt
+        return [f'  negative_prompt: "{negative}" # switches true CFG on']
+    return [] if facts.is_distilled else [f"  guidance_scale: {facts.guidance_scale:g}"]
 
 
 def _one_line(text: str) -> str:

@@ -49,11 +49,6 @@ from qflux.training.validation import HeldOutLoss
 
 logger = logging.getLogger(__name__)
 
-DISTILLED = (
-    "%s was distilled to make images in a few steps, and training takes that away; train %s instead and use the LoRA "
-    "with either of them"
-)
-
 
 @dataclass(frozen=True)
 class Course:
@@ -118,8 +113,8 @@ def fit(
 def chart(config: Config, pretrained: Pretrained, dataset: Dataset, world: World, accept_data_change: bool) -> Course:
     """Plan a run, and find out whether it may go on from the one so far; no weight is loaded for it."""
     family, facts, paths = pretrained.family, pretrained.facts, RunPaths(config.run_dir)
-    if facts.distilled_from:
-        logger.warning(DISTILLED, facts.title, facts.distilled_from)
+    if facts.caution:
+        logger.warning("%s: %s", *facts.caution)
     plan = training_plan(config, facts, dataset.training, world.size)
     identity = data_identity(config, dataset.training, world.size)
     past = read_past(paths.checkpoints, world)

@@ -17,7 +17,7 @@ from qflux.data.images.sizes import Transform
 from qflux.errors import CheckpointError
 from qflux.models.family import Arithmetic, Family, InputWidths, ModelInputs
 from qflux.models.flux2.components import Flux2Components
-from qflux.models.flux2.encoders import Flux2Encoder, require_template, text_counter
+from qflux.models.flux2.encoders import READERS, Flux2Encoder, require_template, text_counter
 from qflux.models.flux2.facts import FACTS
 from qflux.models.flux2.names import SWAPPED, original_names
 from qflux.models.flux2.positions import image_ids, text_ids
@@ -41,23 +41,39 @@ def load(pretrained: str, parts: Sequence[str], dtype: torch.dtype, device: torc
             components.tokenizer = require_template(load_other(AutoTokenizer, folder, part), folder / part)
         else:
             loaders = {"transformer": Flux2Transformer2DModel, "vae": AutoencoderKLFlux2}
-            loader = loaders.get(part) or _text_encoder(folder / part)
+            loader = loaders.get(part) or _text_encoder(folder)
             setattr(components, part, load_part(loader, folder, part, dtype, device))
     return components
 
 
 def _text_encoder(folder: Path) -> Any:
-    """The class of a checkpoint's text encoder: what tells klein from dev."""
-    try:
-        kind = json.loads((folder / "config.json").read_text()).get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{folder / 'config.json'} can't be read: {error}", "fetch it again.") from error
-    if kind not in _TEXT_ENCODERS:
+    """The class of a checkpoint's text encoder, klein's or dev's; an error if the transformer needs another."""
+    config = _description(folder / "text_encoder")
+    kind = config.get("model_type")
+    if kind not in READERS:
         raise CheckpointError(
-            f"{folder} holds a text encoder of the type {kind!r}",
+            f"{folder / 'text_encoder'} is of the type {kind!r}",
             "FLUX.2 klein reads prompts with qwen3, dev with mistral3: give a checkpoint that has one of them.",
         )
+    text, layers = config.get("text_config", config), READERS[kind].layers
+    offered, deepest = len(layers) * text.get("hidden_size", 0), text.get("num_hidden_layers", 0)
+    wanted = (
+        _description(folder / "transformer").get("joint_attention_dim") if (folder / "transformer").is_dir() else None
+    )
+    if wanted not in (None, offered) or deepest < layers[-1]:
+        raise CheckpointError(
+            f"{folder / 'text_encoder'} has {deepest} layers and gives {offered} channels; "
+            f"the transformer needs {layers[-1]} layers or more and {wanted or offered} channels",
+            "take text_encoder/ and tokenizer/ from the checkpoint that the transformer is of.",
+        )
     return _TEXT_ENCODERS[kind]
+
+
+def _description(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{folder / 'config.json'} can't be read: {error}", "fetch it again.") from error
 
 
 def velocity(transformer: Any, inputs: ModelInputs) -> Tensor:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from qflux.cache.cache import EmbeddingCacheManager
@@ -15,7 +13,7 @@ from qflux.data.lint.inspect import Inspected
 from qflux.errors import CacheError, DataError, QfluxError
 from qflux.models.loading import FETCH
 from qflux.models.pretrained import Pretrained
-from qflux.models.registry import local_folder
+from qflux.models.registry import described, local_folder
 from qflux.runs.paths import RunPaths
 from qflux.training.preflight.probes import (
     Probe,
@@ -91,8 +89,11 @@ def _data(inspected: Inspected, config: Config) -> Iterator[Check]:
 
 
 def _checkpoint(pretrained: Pretrained) -> Iterator[Check]:
-    """The parts of a model that is on this machine: that they are there, and those of the family."""
+    """What its checkpoint says of itself; of one on this machine, that its parts are there and of the family."""
     family, folder = pretrained.family, local_folder(pretrained.settings.pretrained)
+    caution = family.facts.of(described(pretrained.settings.pretrained)).caution
+    if caution:
+        yield Check("model", "warning", *caution)
     if not folder.is_dir():
         return
     for part in ("scheduler", "transformer", *family.text_parts, *family.image_parts):
@@ -101,22 +102,10 @@ def _checkpoint(pretrained: Pretrained) -> Iterator[Check]:
             yield Check("model", "error", f"{folder} has no folder {part}/", "give a checkpoint in diffusers format.")
         elif is_model and not any((folder / part).glob("*.safetensors")):
             yield Check("model", "error", f"{folder / part} holds no .safetensors file", "fetch the checkpoint again.")
-    described, wanted = _class_name(folder / "transformer" / "config.json"), family.transformer.__name__
-    if described not in (None, wanted):
-        detail = f"{folder} has a {described}, {family.name} needs a {wanted}"
-        yield Check("model", "error", detail, "set family to the one the checkpoint is of.")
     try:
-        pretrained.text_counter()
+        pretrained.text_counter()  # which needs a checkpoint of the family
     except QfluxError as error:
         yield Check("model", "error", error.headline, error.remedy)
-
-
-def _class_name(file: Path) -> str | None:
-    try:
-        found = json.loads(file.read_text()).get("_class_name")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return str(found) if found is not None else None
 
 
 def _trained(config: Config, pretrained: Pretrained) -> Iterator[Check]:
