@@ -37,7 +37,7 @@ def build_cache(
         filler = CacheFiller(
             store,
             pretrained.encoder,
-            (facts.text_channels * width, facts.image_channels * width),
+            ((facts.width if config.projects_text else facts.text_channels) * width, facts.image_channels * width),
             config.cache.batch_size,
             config.data.num_workers,
             listener,

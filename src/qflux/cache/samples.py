@@ -13,8 +13,10 @@ from qflux.data.dataset import Dataset, Progress, gather, require_usable
 from qflux.data.encoded import COMPLETE, NO_CAPTION, Variant
 from qflux.data.sample import Sample
 from qflux.errors import CacheError, CheckpointError, DataError, collected, redacted
+from qflux.files.hashing import key_of
 from qflux.models.family import Family, InputWidths, TextCounter, text_limit
-from qflux.models.loading import checkpoint_folder, identity
+from qflux.models.loading import checkpoint_folder, identity, layer_identity
+from qflux.models.registry import facts_of
 
 
 def read_samples(
@@ -87,17 +89,25 @@ def encoder_identities(config: Config, family: Family, store: EmbeddingCacheMana
     parts = (*family.text_parts, *family.image_parts)
     try:
         folder = checkpoint_folder(config.model.pretrained, parts, download=fetch)
+        projection = _projection_identity(config, fetch)
     except CheckpointError:
         remembered = store.encoders(encoders_name(config))
         if fetch or remembered is None or len(remembered) != 2:
             raise
         return remembered
-    return [identity(folder, kind, store.index.hash_of) for kind in (family.text_parts, family.image_parts)]
+    text, image = (identity(folder, kind, store.index.hash_of) for kind in (family.text_parts, family.image_parts))
+    return [key_of(text, projection) if projection else text, image]
+
+
+def _projection_identity(config: Config, fetch: bool) -> str | None:
+    layer = facts_of(config.family).text_projection
+    return layer_identity(config.model, layer, fetch) if layer and config.projects_text else None
 
 
 def encoders_name(config: Config) -> str:
     """What the encoders of a config are remembered as."""
-    return redacted(f"{config.model.pretrained} ({config.family})")
+    how = f", projected by {config.model.transformer or 'its transformer'}" if config.projects_text else ""
+    return redacted(f"{config.model.pretrained} ({config.family}{how})")
 
 
 def circumstances(config: Config) -> str:
@@ -155,20 +165,26 @@ def count_text(dataset: Dataset, count: TextCounter) -> None:
         ]
 
 
-def require_fitting(dataset: Dataset, widths: InputWidths) -> None:
+def require_fitting(dataset: Dataset, widths: InputWidths, projects_text: bool) -> None:
     """An error if samples that were found encoded are for another model; the first of each source is looked at."""
     stored = [sample for sample in reversed(dataset.all) if sample.images is None]
+    text, other_text = widths.text, widths.projected_text
+    if projects_text:
+        text, other_text = widths.projected_text or text, text
     for sample in {sample.source: sample for sample in stored}.values():
         assert sample.embeddings is not None
         encoded = sample.embeddings.load(COMPLETE)
         for what, tensor, expected in (
-            ("text tokens", encoded.text.tokens, widths.text),
+            ("text tokens", encoded.text.tokens, text),
             ("a pooled text", encoded.text.pooled, widths.pooled),
             ("image tokens", encoded.target, widths.image),
         ):
             found = None if tensor is None else tensor.shape[-1]
             if found != expected:
+                may_be = what == "text tokens" and found == other_text
                 raise CacheError(
-                    f"{sample.place}: {what} of {found} channels; the transformer takes {expected}",
-                    "is this the cache of another model?",
+                    f"{sample.place}: {what} of {found} channels; this run takes {expected}",
+                    f"set cache.project_text: {str(not projects_text).lower()}, as it was made."
+                    if may_be
+                    else "is this the cache of another model?",
                 )

@@ -62,6 +62,12 @@ class CacheSettings(Section):
         description="images or prompts encoded at once; above 1 results differ by rounding",
         json_schema_extra=FREE,
     )
+    project_text: bool = Field(
+        default=True,
+        description="where prompts are wide, keep them as the transformer's own projection leaves them, "
+        "in a third of the space, unless that trains or is quantized",
+        json_schema_extra=FREE,
+    )
     path: Folder | None = Field(default=None, description="default: <output_dir>/cache", json_schema_extra=FREE)
 
 

@@ -89,6 +89,15 @@ class Config(Section):
         """The layers that train: those of the config, or the family's own."""
         return self.lora.target_modules or registry.facts_of(self.family).lora_targets
 
+    @property
+    def projects_text(self) -> bool:
+        """Text is cached as the transformer's own projection leaves it: that is frozen, and the same as in training."""
+        layer = registry.facts_of(self.family).text_projection
+        if layer is None or not self.cache.project_text or self.model.quantization is not None:
+            return False
+        trains = [target for target in self.lora_targets if layer == target or layer.endswith(f".{target}")]
+        return self.train.method == "lora" and not trains
+
     def completed(self) -> Config:
         """The same with the family's own values where a config leaves open what its result depends on."""
         return self.model_copy(update={"lora": self.lora.model_copy(update={"target_modules": self.lora_targets})})

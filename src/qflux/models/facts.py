@@ -87,6 +87,8 @@ class Facts:
     """What the pipeline sets against a prompt if nobody says anything; with one, true CFG is on."""
     guidance_scale: float = 3.5
     """What a guidance-distilled model is told."""
+    text_projection: str | None = None
+    """The transformer's layer that text goes through first, where caching its output saves space."""
     distilled_from: str | None = None
     """The hub id of what it was made from to need few steps only: that is what to train."""
     spellings: tuple[str, ...] = ()

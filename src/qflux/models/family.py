@@ -84,6 +84,8 @@ class InputWidths:
     image: int
     pooled: int | None = None
     """Of the pooled text; none where there is none."""
+    projected_text: int | None = None
+    """Of text that has been through the transformer's own projection, where that may be."""
 
 
 @dataclass(frozen=True)

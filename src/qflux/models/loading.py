@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import diffusers
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from qflux.config import ModelSettings
 from qflux.errors import CheckpointError
@@ -22,6 +25,7 @@ FETCH = "can't be fetched"
 """What an error says of a hub id that is not on this machine and can't be reached."""
 _END = 1 << 20
 _REPAIR = "fetch the checkpoint again, or give another one."
+_WEIGHTS = "diffusion_pytorch_model.safetensors"
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model")
 
 
@@ -62,9 +66,40 @@ def empty_transformer(loader: Any, settings: ModelSettings) -> Any:
         raise CheckpointError(f"{folder / part} can't be read: {error}", _REPAIR) from error
 
 
-def _transformer_folder(settings: ModelSettings, files: str = "*") -> tuple[Path, str]:
+def transformer_layer(settings: ModelSettings, layer: str, download: bool = True) -> dict[str, Tensor]:
+    """The weights of one layer of the transformer; of a checkpoint in several files only those with it are fetched."""
+    folder, part = _transformer_folder(settings, "*.json", download)
+    try:
+        files = {_WEIGHTS}
+        for index in (folder / part).glob("*.safetensors.index.json"):
+            listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = {file for name, file in listed.items() if name.startswith(f"{layer}.")}
+        found: dict[str, Tensor] = {}
+        for file in sorted(files):
+            folder, part = _transformer_folder(settings, file, download)
+            with safe_open(folder / part / file, framework="pt") as opened:
+                names = [name for name in opened.keys() if name.startswith(f"{layer}.")]  # noqa: SIM118
+                found |= {name.removeprefix(f"{layer}."): opened.get_tensor(name) for name in names}
+    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+        raise CheckpointError(f"{folder / part} can't be read: {error}", _REPAIR) from error
+    if "weight" not in found:
+        raise CheckpointError(f"{folder / part} lacks {layer}.weight", _REPAIR)
+    return found
+
+
+def layer_identity(settings: ModelSettings, layer: str, download: bool = True) -> str:
+    """What tells the weights of one layer of the transformer from others."""
+    weights = sorted(transformer_layer(settings, layer, download).items())
+    described = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in weights]
+    digest = hashlib.sha256()
+    for _, tensor in weights:
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return key_of(described, digest.hexdigest())
+
+
+def _transformer_folder(settings: ModelSettings, files: str = "*", download: bool = True) -> tuple[Path, str]:
     if settings.transformer is None:
-        return checkpoint_folder(settings.pretrained, ("transformer",), files=files), "transformer"
+        return checkpoint_folder(settings.pretrained, ("transformer",), download, files), "transformer"
     if not settings.transformer.is_dir():
         raise CheckpointError(f"model.transformer: no folder {settings.transformer}", "give a diffusers transformer.")
     return settings.transformer.parent, settings.transformer.name

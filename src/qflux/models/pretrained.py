@@ -13,8 +13,9 @@ from qflux.errors import CheckpointError, ConfigError
 from qflux.launch import launched
 from qflux.models.facts import Described, Facts
 from qflux.models.family import Encoder, Family, TextCounter, text_limit
-from qflux.models.loading import checkpoint_folder, load_transformer
+from qflux.models.loading import checkpoint_folder, load_transformer, transformer_layer
 from qflux.models.precision import dtype_of
+from qflux.models.projection import ProjectedText
 from qflux.models.registry import described, family_of
 
 
@@ -27,6 +28,7 @@ class Pretrained:
         self.device = device_of(config.model.device)
         self.dtype = dtype_of(config.model.dtype)
         self.text_limit = text_limit(config, family)
+        self.projects_text = config.projects_text
 
     @cached_property
     def facts(self) -> Facts:
@@ -62,10 +64,20 @@ class Pretrained:
         )
 
     def encoder(self, *kinds: str) -> Encoder:
-        """The text encoders ("text"), the image encoder ("image"), or both."""
+        """The text encoders ("text"), the image encoder ("image"), or both; text is as training takes it."""
         parts = {"text": self.family.text_parts, "image": self.family.image_parts}
         wanted = [part for kind in kinds for part in parts[kind]]
-        return self.family.encoder(self.components(wanted), self.text_limit)
+        encoder = self.family.encoder(self.components(wanted), self.text_limit)
+        layer = self.facts.text_projection
+        if "text" not in kinds or not self.projects_text or layer is None:
+            return encoder
+        weights = transformer_layer(self.settings, layer)
+        weight, bias = (
+            None if tensor is None else tensor.to(self.device, self.dtype)
+            for tensor in (weights["weight"], weights.get("bias"))
+        )
+        assert weight is not None
+        return ProjectedText(encoder, weight, bias)
 
     def scheduler(self) -> Any:
         """The noise schedule of the checkpoint."""

@@ -85,7 +85,7 @@ def fit(
         held.enter_context(repeatable(config.train.deterministic))
         transformer = load_to_train(config, pretrained, world)
         model = TrainedModel(transformer, family, config, world, device, course.start)
-        require_fitting(dataset, family.widths(transformer))
+        require_fitting(dataset, family.widths(transformer), config.projects_text)
         stop = held.enter_context(deferred_signals())  # until here stopping is at once: there is nothing to save
         channels = family.widths(transformer).image
         parts = RunParts(

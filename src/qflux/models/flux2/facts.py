@@ -22,6 +22,7 @@ _BASE_9B = Facts(
     num_inference_steps=50,
     true_cfg_scale=4.0,
     negative_prompt="",
+    text_projection="context_embedder",
     # Without the single-stream blocks' two layers, most of the model, a LoRA learns little but smooth pictures.
     lora_targets=("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj", "attn.to_out"),
     spellings=(r"flux[.-]?2\b.*",),

@@ -109,7 +109,9 @@ def blocks(transformer: Any) -> list[nn.Module]:
 
 
 def widths(transformer: Any) -> InputWidths:
-    return InputWidths(transformer.config.joint_attention_dim, transformer.config.in_channels)
+    config = transformer.config
+    projected = config.num_attention_heads * config.attention_head_dim
+    return InputWidths(config.joint_attention_dim, config.in_channels, projected_text=projected)
 
 
 def arithmetic(transformer: Any) -> Arithmetic:

@@ -25,6 +25,7 @@ from torch import Tensor
 from qflux.models.by_ids import RaggedByIds, Tokens
 from qflux.models.compat import picklable, register_blocks, require_plain_attention, take_mask
 from qflux.models.mlp import linear_of_two
+from qflux.models.projection import TextProjection
 from qflux.ragged.heads import join_heads, join_turned_heads, turned_heads
 from qflux.ragged.layout import RaggedLayout
 from qflux.ragged.modulation import ModulatedStream, add_gated, clip_fp16, norm_modulate
@@ -136,6 +137,7 @@ class Flux2Transformer2DModel(RaggedByIds, diffusers.Flux2Transformer2DModel):
             block.__class__ = RaggedFlux2Block
         for block in self.single_transformer_blocks:
             block.__class__ = RaggedFlux2SingleBlock
+        self.context_embedder.__class__ = TextProjection
 
     def forward(
         self,
