@@ -35,6 +35,8 @@ from qflux.data.images.sizes import AskedSize
 from qflux.data.lint.inspect import Inspected, inspect
 from qflux.data.sample import Sample
 from qflux.errors import CheckpointError, ConfigError
+from qflux.losses.distribution import Curve, level_curves, visited_sizes
+from qflux.losses.timesteps import NoiseLevels
 from qflux.models.family import Family, TextCount
 from qflux.models.pretrained import Pretrained
 from qflux.models.registry import get_family
@@ -93,6 +95,19 @@ class Trainer:
         inspected = inspect(self.config, self.family, self.store.index, length, limit, read_stored, progress)
         inspected.summary.text_is_estimated = estimated
         return inspected
+
+    def level_curves(self, samples: Sequence[Sample]) -> dict[str, Curve]:
+        """How often training on samples will draw which noise level, by name; nothing if that is not known here."""
+        settings = self.config.loss.timesteps
+        try:
+            levels = NoiseLevels(settings)
+            if settings.shift == "resolution":
+                shift, steps = self.family.noise_shift(self.pretrained.scheduler()), self.pretrained.facts
+                levels = NoiseLevels(settings, shift, steps.num_inference_steps)
+        except CheckpointError as error:
+            logger.warning("noise levels are not drawn: %s", error.problem)
+            return {}
+        return level_curves(levels, visited_sizes(samples)) if samples else {}
 
     def check(self, progress: StageProgress | None = None) -> Iterator[Check]:
         """Look at everything about a run that needs no weights; what is wrong does not stop the look."""

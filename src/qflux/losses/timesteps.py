@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -111,12 +112,26 @@ def level_weight(sigma: float, settings: LossSettings) -> float:
     return 1.0
 
 
-def _density(settings: TimestepSettings, generator: torch.Generator) -> float:
-    """Before the shift. `cosmap` and `sigma_sqrt` are uniform here: their names are weightings of the loss."""
+def before_shift(settings: TimestepSettings, share: float) -> float:
+    """The level before the shift that this share of all draws lies on one side of."""
     if settings.density == "logit_normal":
-        normal = float(torch.randn((), generator=generator, dtype=torch.float64))
-        return float(torch.sigmoid(torch.tensor(settings.mean + settings.std * normal, dtype=torch.float64)))
-    uniform = float(torch.rand((), generator=generator, dtype=torch.float64))
+        return _logistic(settings, NormalDist().inv_cdf(share))
+    return _spread(settings, share)
+
+
+def _density(settings: TimestepSettings, generator: torch.Generator) -> float:
+    """Before the shift."""
+    if settings.density == "logit_normal":
+        return _logistic(settings, float(torch.randn((), generator=generator, dtype=torch.float64)))
+    return _spread(settings, float(torch.rand((), generator=generator, dtype=torch.float64)))
+
+
+def _logistic(settings: TimestepSettings, normal: float) -> float:
+    return float(torch.sigmoid(torch.tensor(settings.mean + settings.std * normal, dtype=torch.float64)))
+
+
+def _spread(settings: TimestepSettings, uniform: float) -> float:
+    """`cosmap` and `sigma_sqrt` are uniform here: their names are weightings of the loss."""
     if settings.density == "mode":
         return 1 - uniform - settings.mode_scale * (math.cos(math.pi * uniform / 2) ** 2 - 1 + uniform)
     return uniform

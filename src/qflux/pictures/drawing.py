@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,11 +149,26 @@ def loss_curves(
     title: str, lines: Mapping[str, Sequence[tuple[float, float]]], size: tuple[int, int] = (760, 300)
 ) -> Image.Image:
     """Losses over steps. Where there are few, each one is marked: nothing was measured in between."""
+    return _curves(title, lines, size, Axis.for_loss)
+
+
+def level_densities(lines: Mapping[str, Sequence[tuple[float, float]]]) -> Image.Image | None:
+    """How often which noise level is drawn."""
+    title = "How often training draws which noise level: 0 is the image, 1 is noise"
+    return _curves(title, lines, (760, 300), Axis.linear) if lines else None
+
+
+def _curves(
+    title: str,
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    size: tuple[int, int],
+    axis: Callable[[Iterable[float]], Axis],
+) -> Image.Image:
     lines = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in lines.items()}
     width, height = size
     left, top, right, bottom = 64, 44, width - MARGIN, height - 56
     xs = [x for points in lines.values() for x, _ in points]
-    up = Axis.for_loss(y for points in lines.values() for _, y in points)
+    up = axis(y for points in lines.values() for _, y in points)
     canvas = Image.new("RGB", size, PAPER)
     pen = ImageDraw.Draw(canvas)
     draw_text(pen, (MARGIN, MARGIN), title, INK, 15)

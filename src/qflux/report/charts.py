@@ -30,9 +30,13 @@ class Line:
 
 
 def line_chart(
-    title: str, lines: Sequence[Line], unit: str = "", axis: Callable[[Iterable[float]], Axis] = Axis.linear
+    title: str,
+    lines: Sequence[Line],
+    unit: str = "",
+    axis: Callable[[Iterable[float]], Axis] = Axis.linear,
+    across: str = "step",
 ) -> Html | None:
-    """Curves over steps; nothing if there is nothing to draw."""
+    """Curves over steps, or over what else lies across; nothing if there is nothing to draw."""
     lines = [Line(line.name, _thinned(_finite(line.points)), line.colour, line.faint) for line in lines]
     lines = [line for line in lines if line.points]
     if not lines:
@@ -55,8 +59,8 @@ def line_chart(
             grid.append(
                 tag("text", label(x), x=_number(place(x, up.low)[0]), y=HEIGHT - BOTTOM + 16, text_anchor="middle")
             )
-    grid.append(tag("text", "step", x=WIDTH - RIGHT, y=HEIGHT - 4, text_anchor="end"))
-    curves = [_curve(line, [place(x, y) for x, y in line.points]) for line in lines]
+    grid.append(tag("text", across, x=WIDTH - RIGHT, y=HEIGHT - 4, text_anchor="end"))
+    curves = [_curve(line, [place(x, y) for x, y in line.points], across) for line in lines]
     drawing = tag(
         "svg",
         *grid,
@@ -64,7 +68,7 @@ def line_chart(
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
         role="img",
         aria_label=title,
-        data_values=_values(lines, x_range),
+        data_values=_values(lines, x_range, across),
     )
     named = [line for line in lines if not line.faint]
     legend = [tag("span", tag("i", style=f"background:{line.colour}"), line.name) for line in named]
@@ -72,7 +76,7 @@ def line_chart(
     return tag("figure", tag("figcaption", heading), drawing, tag("div", *legend, class_="legend"))
 
 
-def _values(lines: Sequence[Line], x_range: tuple[float, float]) -> str:
+def _values(lines: Sequence[Line], x_range: tuple[float, float], across: str) -> str:
     """What stands under the mouse: where the steps lie, and the values of every curve that has a name."""
     named = [
         {"name": line.name, "colour": line.colour, "points": [[x, float(f"{y:.5g}")] for x, y in line.points]}
@@ -80,13 +84,15 @@ def _values(lines: Sequence[Line], x_range: tuple[float, float]) -> str:
         if not line.faint
     ]
     area = {"left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM}
-    return json.dumps({**area, "first": x_range[0], "last": x_range[1], "lines": named}, separators=(",", ":"))
+    return json.dumps(
+        {**area, "across": across, "first": x_range[0], "last": x_range[1], "lines": named}, separators=(",", ":")
+    )
 
 
-def _curve(line: Line, points: Points) -> Html:
+def _curve(line: Line, points: Points, across: str) -> Html:
     style = {"stroke": line.colour, "class_": "faint" if line.faint else "curve"}
     last = line.points[-1]
-    note = tag("title", f"{line.name}: {label(last[1])} at step {label(last[0])}")
+    note = tag("title", f"{line.name}: {label(last[1])} at {across} {label(last[0])}")
     marked = points if len(points) <= FEW and not line.faint else []
     marks = [tag("circle", cx=_number(x), cy=_number(y), r=3, fill=line.colour) for x, y in marked]
     path = " ".join(f"{_number(x)},{_number(y)}" for x, y in points)

@@ -49,6 +49,18 @@ def loss_charts(runs: Sequence[RunFolder]) -> Iterator[Html | None]:
     )
 
 
+def noise_charts(runs: Sequence[RunFolder]) -> Iterator[Html | None]:
+    """How often which noise level is drawn; of several runs all samples together, in one chart."""
+    title = "How often training draws which noise level (0: the image, 1: noise)"
+    across = "noise level"
+    if len(runs) == 1:
+        curves = runs[0].noise_levels.items()
+        yield line_chart(title, [Line(n, p, c) for (n, p), c in zip(curves, COLOURS, strict=False)], across=across)
+        return
+    known = [(run, [*run.noise_levels.values()], colour) for run, colour in _coloured(runs)]
+    yield line_chart(title, [Line(run.name, own[-1], colour) for run, own, colour in known if own], across=across)
+
+
 def validation_chart(
     runs: Sequence[RunFolder],
     title: str,

@@ -78,13 +78,13 @@ for (const svg of document.querySelectorAll("svg[data-values]")) {
     ruler.setAttribute("x2", x);
     tip.replaceChildren();
     const head = document.createElement("b");
-    head.textContent = `step ${number(step)}`;
+    head.textContent = `${chart.across} ${number(step)}`;
     tip.append(head);
     for (const [line, point] of found) {
       const row = document.createElement("div");
       const mark = document.createElement("i");
       mark.style.background = line.colour;
-      row.append(mark, `${line.name}: ${number(point[1])}${point[0] === step ? "" : ` (step ${point[0]})`}`);
+      row.append(mark, `${line.name}: ${number(point[1])}${point[0] === step ? "" : ` (${chart.across} ${point[0]})`}`);
       tip.append(row);
     }
     tip.style.display = ruler.style.display = "block";

@@ -33,6 +33,12 @@ class EditHistory:
     """Step and picture, oldest first."""
 
 
+def _points(values: Any) -> list[tuple[float, float]]:
+    listed = values if isinstance(values, list) else []
+    pairs = [pair for pair in listed if isinstance(pair, list) and len(pair) == 2]
+    return [(float(x), float(y)) for x, y in pairs if all(type(value) in (int, float) for value in (x, y))]
+
+
 def _controls(item: dict[str, Any]) -> list[str]:
     """The names that a description gives its controls, in their order: control, control 2, …"""
     return sorted((kind for kind in item if kind.split(" ")[0] == "control"), key=lambda kind: (len(kind), kind))
@@ -98,6 +104,13 @@ class RunFolder:
     @cached_property
     def environment(self) -> dict[str, Any]:
         return _json(self.paths.environment)
+
+    @cached_property
+    def noise_levels(self) -> dict[str, list[tuple[float, float]]]:
+        """How often which noise level is drawn, by name of the curve; what is damaged is left out."""
+        curves = _json(self.paths.noise_levels).get("curves")
+        named = [curve for curve in curves if isinstance(curve, dict)] if isinstance(curves, list) else []
+        return {str(curve.get("name")): points for curve in named if (points := _points(curve.get("points")))}
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:

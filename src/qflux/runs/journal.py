@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -66,13 +66,22 @@ class HeldOut:
 class Journal:
     """Writes the files of `RunPaths` while a run goes.
 
-    A resumed run first drops the lines of steps that it is about to do again.
+    A resumed run first drops the lines of steps that it is about to do again. `levels` are curves that say how often
+    which noise level is drawn.
     """
 
-    def __init__(self, config: Config, dataset: Dataset, steps_done: int, listener: Listener | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        dataset: Dataset,
+        levels: Mapping[str, Sequence[tuple[float, float]]],
+        steps_done: int,
+        listener: Listener | None,
+    ) -> None:
         self._paths = paths = RunPaths(config.run_dir)
         write_bytes(paths.config, yaml.safe_dump(config.dump(), sort_keys=False).encode())
         write_json(paths.environment, environment())
+        write_json(paths.noise_levels, {"curves": [{"name": name, "points": curve} for name, curve in levels.items()]})
         self._metrics = StepFile(paths.metrics, steps_done)
         self._validation = StepFile(paths.validation, steps_done)
         pixels = facts_of(config.family).pixels_per_token

@@ -24,6 +24,11 @@ class RunPaths:
         return self.root / "environment.json"
 
     @property
+    def noise_levels(self) -> Path:
+        """How often which noise level is drawn."""
+        return self.root / "noise_levels.json"
+
+    @property
     def metrics(self) -> Path:
         """A line per optimizer step."""
         return self.root / "metrics.jsonl"

@@ -96,6 +96,7 @@ def fit(
                 config, course.plan, dataset.training, course.reader, course.levels, channels, world, device
             ),
             total=course.total,
+            levels=course.levels,
             model=model,
             objective=Objective(config.loss),
             state=TrainingState(build_update(config, model, world, device, course.total), course.plan),

@@ -24,7 +24,9 @@ from qflux.data.dataset import Dataset
 from qflux.data.sample import names
 from qflux.errors import CheckpointError, Interrupted, QfluxError
 from qflux.files.hashing import seed_of
+from qflux.losses.distribution import level_curves, visited_sizes
 from qflux.losses.objective import Objective
+from qflux.losses.timesteps import NoiseLevels
 from qflux.report.page import write_report
 from qflux.runs.folder import RunFolder
 from qflux.runs.journal import HeldOut, Journal
@@ -75,6 +77,7 @@ class RunParts:
     batches: Batches
     total: int
     """Optimizer steps of the run."""
+    levels: NoiseLevels
     model: TrainedModel
     objective: Objective
     state: TrainingState
@@ -117,7 +120,7 @@ class Loop:
         done = parts.checkpoints.resume(parts.state)
         best = self._world.first(parts.checkpoints.best)
         self._best = self._world.share(best[1] if best else None)
-        self._journal = self._world.first(lambda: Journal(self._config, parts.dataset, done, parts.listener))
+        self._journal = self._world.first(lambda: self._open_journal(done))
         try:
             found = self._first_look(done)
             with self._saving_what_is_done():
@@ -125,6 +128,11 @@ class Loop:
             return self._finish(done, found)
         finally:
             self._close()
+
+    def _open_journal(self, done: int) -> Journal:
+        parts = self._parts
+        levels = level_curves(parts.levels, visited_sizes(parts.dataset.training))
+        return Journal(self._config, parts.dataset, levels, done, parts.listener)
 
     def _steps(self, done: int) -> HeldOut | None:
         """Do the steps; what the last validation found is returned."""

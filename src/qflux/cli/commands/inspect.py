@@ -25,7 +25,7 @@ def inspect(
     from qflux.cli.tables import inspection_tables  # noqa: PLC0415
     from qflux.data.lint.pictures import batch_picture, contact_sheet  # noqa: PLC0415
     from qflux.files.atomic import write_json  # noqa: PLC0415
-    from qflux.pictures.drawing import write_png  # noqa: PLC0415
+    from qflux.pictures.drawing import level_densities, write_png  # noqa: PLC0415
 
     trainer = trainer_of(one_config(file, config), set_)
     with progress_bar() as bar:
@@ -35,7 +35,11 @@ def inspect(
     if json_:
         write_json(json_.expanduser(), inspected.summary.dump())
     folder = (output or trainer.paths.inspection).expanduser()
-    pictures = {"contact_sheet.png": contact_sheet(inspected.samples), "batch.png": batch_picture(inspected)}
+    pictures = {
+        "contact_sheet.png": contact_sheet(inspected.samples),
+        "batch.png": batch_picture(inspected),
+        "noise_levels.png": level_densities(trainer.level_curves(inspected.dataset.training)),
+    }
     written = [write_png(folder / name, picture) for name, picture in pictures.items() if picture]
     for path in [*written, *([json_] if json_ else [])]:
         say(str(path))
