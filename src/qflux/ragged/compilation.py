@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch._dynamo.config as dynamo_config
 import torch.fx.experimental._config as shape_config
 from torch import nn
 
 
-def compile_blocks(blocks: Iterable[nn.Module], backend: str = "inductor") -> None:
+def compile_blocks(blocks: Iterable[nn.Module], backend: str | Callable[..., Any] = "inductor") -> None:
     """`torch.compile` each block with dynamic shapes; blocks of one class share their code.
 
     By default torch takes two sizes that are equal in the first batch to be equal for ever, and compiles anew when they
