@@ -11,7 +11,9 @@ import pytest
 import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from diffusers.loaders.lora_conversion_utils import (
+    _convert_kohya_flux2_lora_to_diffusers,
     _convert_kohya_flux_lora_to_diffusers,
+    _convert_non_diffusers_flux2_lora_to_diffusers,
     _convert_non_diffusers_qwen_lora_to_diffusers,
 )
 from safetensors import safe_open
@@ -151,6 +153,42 @@ def test_what_diffusers_reads_from_qwens_comfyui_format_has_the_same_effect():
     for name, layer in lora.items():
         down, up = (theirs[f"transformer.{name}.lora_{part}.weight"] for part in "AB")
         assert torch.allclose(up @ down, layer.scale * layer.up @ layer.down, atol=1e-5), name
+
+
+FLUX2_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+FLUX2_LAYERS = (*ATTENTION, *FLUX2_TEXT, "linear_in", "linear_out", "to_qkv_mlp_proj", "attn.to_out")
+
+
+@pytest.mark.parametrize("alpha", [2.0, 4.0, 7.0])
+def test_what_diffusers_reads_from_flux2s_comfyui_format_has_the_same_effect(alpha):
+    _, _, names = model("flux2")
+    lora = random_lora(names, FLUX2_LAYERS, alpha=alpha)
+    theirs = _convert_kohya_flux2_lora_to_diffusers(format_of("comfyui").write(lora, names))
+    assert {key.removeprefix("transformer.").rpartition(".lora_")[0] for key in theirs} == set(lora)
+    for name, layer in lora.items():
+        down, up = (theirs[f"transformer.{name}.lora_{part}.weight"] for part in "AB")
+        assert torch.allclose(up @ down, layer.scale * layer.up @ layer.down, atol=1e-5), name
+
+
+@pytest.mark.parametrize("suffixes", [("lora_A", "lora_B"), ("lora_down", "lora_up")], ids=str)
+def test_flux2_files_of_ai_toolkit_load_as_diffusers_loads_them(suffixes, tmp_path):
+    """`diffusion_model.` and the original names, in which query, key and value are one layer; no alphas."""
+    family, transformer, names = model("flux2")
+    torch.manual_seed(0)
+    tensors = {}
+    for original, members in names.fused.items():
+        if original in family.swapped_names:
+            continue  # diffusers' reader leaves its two halves as they are, which its own base weights do not
+        outputs, inputs = sum(names.shapes[member][0] for member in members), names.shapes[members[0]][1]
+        for suffix, shape in zip(suffixes, ((4, inputs), (outputs, 4)), strict=True):
+            tensors[f"diffusion_model.{original}.{suffix}.weight"] = torch.randn(shape) * 0.2
+    save_file(tensors, tmp_path / "x.safetensors")
+    ours = read_adapter(tmp_path / "x.safetensors").layers(family, transformer)
+    theirs = _convert_non_diffusers_flux2_lora_to_diffusers(dict(tensors))
+    assert {key.removeprefix("transformer.").rpartition(".lora_")[0] for key in theirs} == set(ours)
+    for name, layer in ours.items():
+        down, up = (theirs[f"transformer.{name}.lora_{part}.weight"] for part in "AB")
+        assert torch.allclose(layer.scale * layer.up @ layer.down, up @ down, atol=1e-5), name
 
 
 @pytest.mark.parametrize("name", FAMILIES)
