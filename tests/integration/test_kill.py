@@ -12,8 +12,12 @@ import time
 import pytest
 import yaml
 
+from conftest import make_config
+from family_samples import REFERENCES
 from helpers import fit, lines
+from qflux.commands import Trainer
 from qflux.config import Config
+from qflux.models.loading import save_checkpoint
 from worlds import HANG, World
 
 EVERY = 10
@@ -33,6 +37,18 @@ def result(config: Config, steps: int) -> dict[str, bytes]:
     }  # it has the run's name
 
 
+SETTINGS = [
+    "data.batch_size=1",
+    "data.held_out={count: 2}",
+    f"train.checkpoint_every={EVERY}",
+    "train.ema={decay: 0.99}",
+    "train.lr_scheduler=cosine",
+    "lora.dropout=0.1",
+    "validation.images=0",
+    "validation.noise_levels=2",
+]
+
+
 @pytest.mark.parametrize(
     ("size", "kills", "steps"),
     [
@@ -42,27 +58,33 @@ def result(config: Config, steps: int) -> dict[str, bytes]:
     ],
 )
 def test_kill_9_at_any_moment_of_a_run_ends_in_the_same_bytes(config, tmp_path, size, kills, steps):
-    def settings(name: str) -> Config:
-        return config(
-            f"run_name={name}",
-            "data.batch_size=1",
-            "data.held_out={count: 2}",
-            f"train.max_train_steps={steps}",
-            f"train.checkpoint_every={EVERY}",
-            "train.ema={decay: 0.99}",
-            "train.lr_scheduler=cosine",
-            "lora.dropout=0.1",
-            "validation.images=0",
-            "validation.noise_levels=2",
-        )
+    require_same_after_kills(config, tmp_path, size, kills, steps)
 
-    whole, killed = settings("whole"), settings("killed")
-    World(fit, whole, size, tmp_path / "whole").finish()
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen-image-edit-plus, 2511", "flux2"])
+def test_kill_9_loses_nothing_of_another_kind_of_model(name, tmp_path, data_set):
+    reference = REFERENCES[name]
+    save_checkpoint(reference.components(0), tmp_path / "model", reference.pipeline_name)
+
+    def config(*overrides: str) -> Config:
+        own = [f"family={reference.family}", "model.max_sequence_length=null"]
+        return make_config(tmp_path / "model", data_set, tmp_path / "cache", tmp_path / "runs", *own, *overrides)
+
+    Trainer(config(*SETTINGS)).cache()
+    require_same_after_kills(config, tmp_path, size=1, kills=4, steps=30)
+
+
+def require_same_after_kills(config, folder, size, kills, steps):
+    """A run that is killed so often ends as one that is not."""
+    shared = [*SETTINGS, f"train.max_train_steps={steps}"]
+    whole, killed = config(*shared, "run_name=whole"), config(*shared, "run_name=killed")
+    World(fit, whole, size, folder / "whole").finish()
 
     moments = random.Random(size)
     goals = sorted(moments.sample(range(1, steps - 1), kills - 2))
     for number, goal in enumerate([0, *goals, steps - 1]):
-        world = World(fit, killed, size, tmp_path / f"notes-{number}")
+        world = World(fit, killed, size, folder / f"notes-{number}")
         if number % 5 == 0:
             time.sleep(moments.uniform(0.0, 0.3))  # while it loads, resumes, or checks that all will work
         deadline = time.monotonic() + HANG
@@ -73,7 +95,7 @@ def test_kill_9_at_any_moment_of_a_run_ends_in_the_same_bytes(config, tmp_path, 
         time.sleep(moments.uniform(0.0, 0.05))
         world.kill()
         assert not (killed.run_dir / "adapter").exists(), "killed too late to prove anything"
-    World(fit, killed, size, tmp_path / "last").finish()
+    World(fit, killed, size, folder / "last").finish()
 
     assert result(killed, steps) == result(whole, steps)
     assert [line["step"] for line in lines(killed)] == list(range(1, steps + 1))
