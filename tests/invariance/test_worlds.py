@@ -10,29 +10,30 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from family_samples import REFERENCES
 from qflux.commands import Trainer
 from qflux.config import Config, load_config
-from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
 from qflux.training import loop as run_module
 from qflux.training.distributed import full_tensor
 from worlds import World
 
-FAMILIES = ("flux-kontext", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen-image-edit-plus", "flux2")))
+OTHERS = ("qwen-image-edit-plus, 2511", "flux2")
+KINDS = ("flux-kontext", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS))
 OPTIMIZERS = {
     "SGD": (["optimizer.class_path=torch.optim.SGD", "optimizer.init_args={lr: 0.5}"], 1e-6),
     "AdamW": (["optimizer.class_path=torch.optim.AdamW", "optimizer.init_args={lr: 0.001}"], 1e-4),
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=KINDS)
 def recipe(request, tmp_path_factory, data_set):
     """A function from overrides to a config of one family, with its cache filled."""
-    family = get_family(request.param)
-    folder = tmp_path_factory.mktemp(request.param)
-    save_checkpoint(family.tiny(0), folder / "model", family.pipeline)
+    reference = REFERENCES[request.param]
+    folder = tmp_path_factory.mktemp(reference.family)
+    save_checkpoint(reference.components(0), folder / "model", reference.pipeline_name)
     settings = {
-        "family": request.param,
+        "family": reference.family,
         "output_dir": str(folder / "runs"),
         "model": {"pretrained": str(folder / "model"), "dtype": "float32", "device": "cpu"},
         "data": {
