@@ -201,7 +201,7 @@ def test_old_files_of_another_model_are_refused(checkpoint, tmp_path):
     (tmp_path / "old").mkdir()
     torch.save(flux_file(**SIZE) | SIZE | {"prompt_embeds": torch.zeros(8, 99)}, tmp_path / "old/a.pt")
     settings = training_config(checkpoint, tmp_path, [{"type": "cache", "path": str(tmp_path / "old")}])
-    with pytest.raises(CacheError, match=r"a\.pt: text tokens of 99 channels; this run takes 32"):
+    with pytest.raises(CacheError, match=r"a\.pt: text tokens of 99 channels; the transformer takes 32"):
         Trainer(settings).fit()
 
 

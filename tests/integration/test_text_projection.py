@@ -17,6 +17,7 @@ from qflux.data.encoded import COMPLETE
 from qflux.demo.data import write_data_set
 from qflux.errors import CacheError
 from qflux.models.loading import save_checkpoint, transformer_layer
+from qflux.models.projection import projection_weights
 
 LAYER = "context_embedder"
 
@@ -112,8 +113,49 @@ def test_a_layer_is_read_from_the_file_that_holds_it(recipe, tmp_path):
 def test_a_folder_of_embeddings_says_how_it_was_made(recipe, tmp_path):
     made = Trainer(recipe("cache.project_text=false", f"cache.path={tmp_path / 'made'}"))
     made.cache()
-    stored = f"data.sources=[{{type: cache, path: {made.store.root}}}]"
-    options = ["data.path=null", "data.held_out=null", stored, "train.caption_dropout=0", "validation={images: 0}"]
-    with pytest.raises(CacheError, match=r"48 channels; this run takes 64\n.*set cache.project_text: false"):
+    options = stored(made)
+    with pytest.raises(CacheError, match=r"kept as it was encoded.*\n.*set cache.project_text: false"):
         Trainer(recipe(*options, "run_name=stored")).fit()
     Trainer(recipe(*options, "run_name=stored", "cache.project_text=false")).fit()
+
+
+def stored(made: Trainer) -> list[str]:
+    """Train on what another trainer has encoded, without its images."""
+    source = f"data.sources=[{{type: cache, path: {made.store.root}}}]"
+    return ["data.path=null", "data.held_out=null", source, "train.caption_dropout=0", "validation={images: 0}"]
+
+
+def test_projected_embeddings_are_for_the_transformer_that_projected_them(recipe, tmp_path):
+    made = Trainer(recipe(f"cache.path={tmp_path / 'made'}", "train.caption_dropout=0", "validation.images=0"))
+    made.cache()
+    Trainer(recipe(*stored(made), "run_name=stored-projected")).fit()
+    for override in ("train.method=full", f"lora.target_modules=[to_q, {LAYER}]", "cache.project_text=false"):
+        with pytest.raises(CacheError, match=r"needs it before.*\n.*encode it again with cache.project_text: false"):
+            Trainer(recipe(*stored(made), override, "run_name=other")).fit()
+    model = Path(shutil.copytree(recipe().model.pretrained, tmp_path / "model"))
+    (file,) = (model / "transformer").glob("*.safetensors")
+    save_file({n: t + (n == f"{LAYER}.weight") for n, t in load_file(file).items()}, file, metadata={"format": "pt"})
+    with pytest.raises(CacheError, match="projected by another transformer"):
+        Trainer(recipe(*stored(made), f"model.pretrained={model}", "run_name=other")).fit()
+
+
+def test_a_run_may_go_on_with_or_without_projection(recipe):
+    """It is how the text is kept, not which samples there are."""
+    for first, then in (("true", "false"), ("false", "true")):
+        name = f"run_name=changes-{first}"
+        for steps, projects in ((2, first), (4, then)):
+            trainer = Trainer(recipe(name, f"cache.project_text={projects}", f"train.max_train_steps={steps}"))
+            trainer.cache()
+            result = trainer.fit()
+        assert result.resumed_from == 2
+
+
+def test_weights_that_are_quantized_or_square_are_not_projected_by(recipe, tmp_path):
+    config = recipe()
+    model = Path(shutil.copytree(config.model.pretrained, tmp_path / "model"))
+    (file,) = (model / "transformer").glob("*.safetensors")
+    tensors = load_file(file)
+    for weight in (torch.zeros(64 * 24, 1, dtype=torch.uint8), torch.zeros(64, 64)):
+        save_file({**tensors, f"{LAYER}.weight": weight}, file, metadata={"format": "pt"})
+        assert projection_weights(recipe(f"model.pretrained={model}")) is None
+    assert projection_weights(config) is not None

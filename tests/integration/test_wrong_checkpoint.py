@@ -12,13 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from family_samples import REFERENCES
 from helpers import run
+from published import photo
 from qflux.commands import Trainer
 from qflux.config import load_config
 from qflux.errors import CheckpointError
 from qflux.models import get_family
 from qflux.models.facts import Described
 from qflux.models.loading import save_checkpoint
-from qflux.models.registry import family_of
+from qflux.models.registry import families_of
 from qflux.start.machine import Machine
 from qflux.start.presets import choose_model
 
@@ -55,7 +56,14 @@ def change(file: Path, **values: object) -> None:
 
 @pytest.mark.parametrize(
     ("name", "family"),
-    [("flux2", "flux-kontext"), ("flux-kontext", "flux2"), ("flux2, dev", "qwen-image"), ("qwen-image-edit", "flux2")],
+    [
+        ("flux2", "flux-kontext"),
+        ("flux-kontext", "flux2"),
+        ("flux2, dev", "qwen-image"),
+        ("qwen-image-edit", "flux2"),
+        ("qwen-image-edit", "qwen-image-edit-plus"),  # one class of transformer, another pipeline
+        ("qwen-image-edit-plus, 2511", "qwen-image-edit"),
+    ],
 )
 def test_a_checkpoint_of_another_family_is_an_error_that_names_the_right_one(
     checkpoints, data_set, tmp_path, name, family, capsys
@@ -68,15 +76,49 @@ def test_a_checkpoint_of_another_family_is_an_error_that_names_the_right_one(
     config.write_text(f"family: {family}\nmodel: {{pretrained: '{checkpoints[name]}'}}\ndata: {{path: {data_set}}}\n")
     assert run("check", str(config), "--json") == 2
     found = json.loads(capsys.readouterr().out)["checks"]
-    assert any(item["state"] == "error" and item["remedy"] == f"set family: {wanted}." for item in found)
+    told = [item for item in found if item["what"] == "model"]
+    assert [(item["state"], item["remedy"]) for item in told] == [("error", f"set family: {wanted}.")]
+
+
+def test_a_hub_id_of_another_family_is_known_without_the_hub(data_set, tmp_path):
+    with pytest.raises(CheckpointError, match=r"(?s)FLUX.2-klein-base-9B is not of the family flux-kontext.*flux2"):
+        trainer(Path("black-forest-labs/FLUX.2-klein-base-9B"), data_set, tmp_path, "flux-kontext").cache()
+
+
+def test_a_checkpoint_without_an_index_may_be_any_family_with_its_transformer(checkpoints, data_set, tmp_path):
+    model = Path(shutil.copytree(checkpoints["qwen-image-edit-plus, 2511"], tmp_path / "model"))
+    (model / "model_index.json").unlink()
+    trainer(model, data_set, tmp_path, "qwen-image-edit-plus").pretrained.require_family()
+
+
+def test_a_checkpoint_whose_controls_see_only_themselves_is_refused(klein, data_set, tmp_path):
+    change(klein / "model_index.json", _class_name="Flux2KleinKVPipeline")
+    for command in ("cache", "fit", "predictor"):
+        with pytest.raises(CheckpointError, match="its controls see only themselves"):
+            getattr(trainer(klein, data_set, tmp_path), command)()
+
+
+def test_a_transformer_that_does_not_fit_the_checkpoint_is_named(klein, checkpoints, data_set, tmp_path):
+    own = Path(shutil.copytree(klein / "transformer", tmp_path / "other"))
+    change(own / "config.json", joint_attention_dim=96)
+    for folder, message in (
+        (own, "takes text of 96 channels, and model.pretrained gives 48"),
+        (checkpoints["flux-kontext"] / "transformer", "holds a FluxTransformer2DModel"),
+    ):
+        other = trainer(klein, data_set, tmp_path)
+        settings = other.config.model.model_copy(update={"transformer": folder})
+        other = Trainer(other.config.model_copy(update={"model": settings}))
+        for command in ("cache", "fit", "predictor"):
+            with pytest.raises(CheckpointError, match=message):
+                getattr(other, command)()
 
 
 def test_every_checkpoint_tells_its_own_family(checkpoints):
     machine = Machine(None, 0.0)
     for name, folder in checkpoints.items():
         assert choose_model(str(folder), None, machine, has_controls=True).family == REFERENCES[name].family
-    assert family_of(Described("somebody/anything", transformer="UNet2DConditionModel")) is None
-    assert family_of(Described("black-forest-labs/flux.2-DEV")) == "flux2"
+    assert families_of(Described("somebody/anything", transformer="UNet2DConditionModel")) == []
+    assert families_of(Described("black-forest-labs/flux.2-DEV")) == ["flux2"]
 
 
 @pytest.mark.parametrize(
@@ -139,3 +181,22 @@ def test_a_checkpoint_of_unknown_size_is_a_variant_by_its_pipeline():
     assert (dev.title, dev.guidance_scale) == ("FLUX.2 dev", 4.0)
     assert facts.of(Described("/somewhere", pipeline="Flux2KleinPipeline", width=3072)).title == "FLUX.2 klein base 4B"
     assert facts.of(Described("black-forest-labs/flux.2-klein-9b")).distilled_from == facts.hub_id
+    assert facts.of(Described("/without/index", embeds_guidance=True, width=64)).title == "FLUX.2 dev"
+    assert facts.of(Described("/modular", pipeline="Flux2ModularPipeline", width=6144)).title == "FLUX.2 dev"
+    assert facts.of(Described("/modular", embeds_guidance=False, width=3072)).title == "FLUX.2 klein base 4B"
+
+
+def test_the_card_of_a_lora_names_its_checkpoints_pipeline(checkpoints, data_set, tmp_path):
+    dev = trainer(checkpoints["flux2, dev"], data_set, tmp_path)
+    dev.cache()
+    card = dev.fit().adapter.parent / "README.md"
+    assert "from diffusers import Flux2Pipeline\n" in card.read_text()
+
+
+def test_guidance_that_a_model_is_not_told_is_warned_of(checkpoints, data_set, tmp_path, caplog):
+    for name, is_told in (("flux2", False), ("flux2, dev", True)):
+        config = trainer(checkpoints[name], data_set, tmp_path).config
+        config = load_config({**config.dump(), "predict": {"guidance_scale": 9, "num_inference_steps": 1}})
+        caplog.clear()
+        Trainer(config).predict([[photo(64, 64)]], ["x"])
+        assert ("predict.guidance_scale 9 has no effect" in caplog.text) == (not is_told)

@@ -77,7 +77,7 @@ def _converted(pretrained: Pretrained, transformer: nn.Module, file: AdapterFile
         apart = require_same_output(transformer, family, layers, again)
 
     save_verified(target, layers, form, names, record, compare)
-    card = write_card(target.parent, record, family, target.name)
+    card = write_card(target.parent, record, family, target.name, pipeline=pretrained.facts.pipeline)
     said = f"{len(layers)} layers as {form}, read back and compared (outputs differ by {apart:.1g}): {target}"
     return Exported({target.name: target, "README.md": card}, [said, str(card)])
 
@@ -106,7 +106,7 @@ def _merged(
     with new_folder(target) as staging:
         _write_checkpoint(pretrained, transformer, staging)
         write_json(staging / MERGE_RECORD, {"base": base, "dtype": dtype, "adapters": merged})
-        write_merged_card(staging, base, family.pipeline, [file.path.name for file in files])
+        write_merged_card(staging, base, pretrained.facts.pipeline, [file.path.name for file in files])
     said = [
         f"{report.layers} layers merged into {dtype}, read back and compared: {target}",
         f"{report.lost:.2%} of the change is lost to rounding",

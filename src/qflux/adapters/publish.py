@@ -26,8 +26,13 @@ pipe.load_lora_weights("{folder}", weight_name="{file}")
 ```"""
 
 
-def write_card(folder: Path, record: Record, family: Family, file: str, samples: Path | None = None) -> Path:
-    """`README.md` of an adapter: what it is, how to use it, what it was trained with, and pictures if there are any."""
+def write_card(
+    folder: Path, record: Record, family: Family, file: str, samples: Path | None = None, pipeline: str | None = None
+) -> Path:
+    """`README.md` of an adapter: what it is, how to use it, what it was trained with, and pictures if there are any.
+
+    `pipeline` is the checkpoint's, by default its family's.
+    """
     model = record.recipe.get("model")
     base = str(model.get("pretrained", "")) if isinstance(model, dict) else ""
     picture = ""
@@ -51,7 +56,7 @@ def write_card(folder: Path, record: Record, family: Family, file: str, samples:
             "",
             f"An adapter for {record.family}, {MARK} {record.version} on images of different sizes.",
             picture,
-            _USE.format(pipeline=family.pipeline, base=base, folder=folder.name, file=file),
+            _USE.format(pipeline=pipeline or family.pipeline, base=base, folder=folder.name, file=file),
             "",
             *([family.usage_note, ""] if family.usage_note else []),
             "Images were preprocessed like this in training, and should be in use:",

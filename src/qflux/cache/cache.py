@@ -204,5 +204,9 @@ class CachedEmbeddings:
     def key(self) -> str:
         return self.keys.key
 
+    @property
+    def identity(self) -> str:
+        return self.keys.identity
+
     def load(self, variant: Variant) -> EncodedSample:
         return self.store.load(self.keys, variant)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from qflux.cache.tensor_file import VERSION
@@ -16,6 +16,16 @@ from qflux.data.encoded import Variant
 from qflux.data.sample import Sample
 from qflux.files.hashing import key_of
 from qflux.ragged.shapes import Shapes
+
+
+@dataclass(frozen=True)
+class Projected:
+    """Text was put through a layer of the transformer before it was kept."""
+
+    layer: str
+    """What the layer's weights are known by."""
+    sample: str
+    """The key that the sample would have without that."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,12 @@ class SampleKeys:
     controls: tuple[str, ...]
     shapes: Shapes
     mask: str | None
+    projected: Projected | None = None
+
+    @property
+    def identity(self) -> str:
+        """What the sample is known by in a run, whether its text is projected in the cache or later."""
+        return self.projected.sample if self.projected else self.key
 
     @property
     def images(self) -> tuple[str, ...]:
@@ -83,7 +99,7 @@ class Manifest:
             "mask": keys.mask,
             "sizes": self.sizes,
             "is_cut": self.is_cut,
-        }
+        } | ({"projected": asdict(keys.projected)} if keys.projected else {})
 
     def sealed(self) -> dict[str, Any]:
         """With a checksum, as it is written."""
@@ -105,6 +121,7 @@ class Manifest:
                 controls=tuple(controls),
                 shapes=Shapes((grid,), tuple(others)),
                 mask=values["mask"],
+                projected=Projected(**values["projected"]) if "projected" in values else None,
             )
             manifest = cls(
                 keys,
@@ -131,6 +148,8 @@ class KeyMaker:
     text_encoder: str
     """What the text encoders are known by."""
     image_encoder: str
+    projection: str | None = None
+    """What the layer is known by that text is put through; none keeps it as it was encoded."""
 
     def __call__(self, sample: Sample, variants: Sequence[Variant]) -> SampleKeys:
         images = sample.own_images
@@ -139,19 +158,24 @@ class KeyMaker:
             for image in images.all
         )
         masked = images.mask_hash and key_of("mask", VERSION, images.mask_hash, images.target.transform.key)
-        return SampleKeys(
+        keys = SampleKeys(
             id=sample.id,
-            texts=tuple((variant, self._text(sample, variant)) for variant in variants),
+            texts=tuple((variant, self._text(sample, variant, self.text_encoder)) for variant in variants),
             target=target,
             controls=tuple(controls),
             shapes=sample.shapes,
             mask=masked or None,
         )
+        if self.projection is None:
+            return keys
+        encoder = key_of(self.text_encoder, self.projection)
+        texts = tuple((variant, self._text(sample, variant, encoder)) for variant in variants)
+        return replace(keys, texts=texts, projected=Projected(self.projection, keys.key))
 
-    def _text(self, sample: Sample, variant: Variant) -> str:
+    def _text(self, sample: Sample, variant: Variant, encoder: str) -> str:
         controls = sample.own_images.controls if variant.controls else ()
         seen = [(image.facts.hash, image.view.key) for image in controls if image.view]
         # Until 0.1.0 the limit counted the tokens of images too, and long prompts with images were cut differently.
         limit = [self.text_limit, "words"] if seen else self.text_limit
         prompt = (self.family, sample.prompt if variant.caption else "", seen, limit)
-        return key_of("text", VERSION, prompt, self.text_encoder, self.dtype)
+        return key_of("text", VERSION, prompt, encoder, self.dtype)

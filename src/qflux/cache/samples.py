@@ -13,10 +13,9 @@ from qflux.data.dataset import Dataset, Progress, gather, require_usable
 from qflux.data.encoded import COMPLETE, NO_CAPTION, Variant
 from qflux.data.sample import Sample
 from qflux.errors import CacheError, CheckpointError, DataError, collected, redacted
-from qflux.files.hashing import key_of
 from qflux.models.family import Family, InputWidths, TextCounter, text_limit
 from qflux.models.loading import checkpoint_folder, identity, layer_identity
-from qflux.models.registry import facts_of
+from qflux.models.projection import projection_weights
 
 
 def read_samples(
@@ -33,9 +32,9 @@ def read_samples(
     dataset = gather(config.data, family, store.index, read_stored, progress)
     require_usable(dataset, config.data)
     if dataset.from_images:
-        text, image = encoder_identities(config, family, store, fetch_encoders)
+        text, image, *projection = encoder_identities(config, family, store, fetch_encoders)
         limit = text_limit(config, family).tokens
-        keys = KeyMaker(family.name, config.model.dtype, limit, text, image)
+        keys = KeyMaker(family.name, config.model.dtype, limit, text, image, *projection)
         trained, validated = training_variants(config), held_out_variants(config)
         dataset.training = [_placed(sample, store, keys, trained) for sample in dataset.training]
         dataset.held_out = [_placed(sample, store, keys, validated) for sample in dataset.held_out]
@@ -85,23 +84,27 @@ def _require_variants(stored: Sequence[Sample], variants: Sequence[Variant], rem
 
 
 def encoder_identities(config: Config, family: Family, store: EmbeddingCacheManager, fetch: bool) -> list[str]:
-    """What text and image encoders are known by: a hash of their files, or what the cache remembers of it."""
+    """What text and image encoders are known by, and the layer that text is put through, if there is one.
+
+    A hash of their files, or what the cache remembers of it.
+    """
     parts = (*family.text_parts, *family.image_parts)
     try:
         folder = checkpoint_folder(config.model.pretrained, parts, download=fetch)
-        projection = _projection_identity(config, fetch)
+        projection = projection_identity(config, fetch)
     except CheckpointError:
         remembered = store.encoders(encoders_name(config))
-        if fetch or remembered is None or len(remembered) != 2:
+        if fetch or remembered is None or len(remembered) not in (2, 3):
             raise
         return remembered
-    text, image = (identity(folder, kind, store.index.hash_of) for kind in (family.text_parts, family.image_parts))
-    return [key_of(text, projection) if projection else text, image]
+    encoders = [identity(folder, kind, store.index.hash_of) for kind in (family.text_parts, family.image_parts)]
+    return [*encoders, projection] if projection else encoders
 
 
-def _projection_identity(config: Config, fetch: bool) -> str | None:
-    layer = facts_of(config.family).text_projection
-    return layer_identity(config.model, layer, fetch) if layer and config.projects_text else None
+def projection_identity(config: Config, fetch: bool = True) -> str | None:
+    """What the layer is known by that text of this config is put through before it is kept; none if it is not."""
+    weights = projection_weights(config, fetch)
+    return layer_identity(weights) if weights else None
 
 
 def encoders_name(config: Config) -> str:
@@ -165,26 +168,41 @@ def count_text(dataset: Dataset, count: TextCounter) -> None:
         ]
 
 
-def require_fitting(dataset: Dataset, widths: InputWidths, projects_text: bool) -> None:
+def require_fitting(dataset: Dataset, widths: InputWidths, config: Config) -> None:
     """An error if samples that were found encoded are for another model; the first of each source is looked at."""
     stored = [sample for sample in reversed(dataset.all) if sample.images is None]
-    text, other_text = widths.text, widths.projected_text
-    if projects_text:
-        text, other_text = widths.projected_text or text, text
+    projection = projection_identity(config) if stored else None
     for sample in {sample.source: sample for sample in stored}.values():
-        assert sample.embeddings is not None
-        encoded = sample.embeddings.load(COMPLETE)
+        assert isinstance(sample.embeddings, StoredEmbeddings)
+        projected, encoded = sample.embeddings.projected, sample.embeddings.load(COMPLETE)
         for what, tensor, expected in (
-            ("text tokens", encoded.text.tokens, text),
+            ("text tokens", encoded.text.tokens, widths.projected_text if projected else widths.text),
             ("a pooled text", encoded.text.pooled, widths.pooled),
             ("image tokens", encoded.target, widths.image),
         ):
             found = None if tensor is None else tensor.shape[-1]
             if found != expected:
-                may_be = what == "text tokens" and found == other_text
                 raise CacheError(
-                    f"{sample.place}: {what} of {found} channels; this run takes {expected}",
-                    f"set cache.project_text: {str(not projects_text).lower()}, as it was made."
-                    if may_be
-                    else "is this the cache of another model?",
+                    f"{sample.place}: {what} of {found} channels; the transformer takes {expected}",
+                    "is this the cache of another model?",
                 )
+        _require_projection(sample.place, projected.layer if projected else None, projection)
+
+
+def _require_projection(place: str, found: str | None, wanted: str | None) -> None:
+    """All text of a run is projected by its own transformer, or none."""
+    if found == wanted:
+        return
+    if found is None:
+        raise CacheError(
+            f"{place}: its text is kept as it was encoded, and this run takes it projected",
+            "set cache.project_text: false here too.",
+        )
+    remedy = "encode it again with cache.project_text: false, which every run can take."
+    if wanted is None:
+        raise CacheError(
+            f"{place}: its text is kept projected, and this run needs it before (cache.project_text is false, or the "
+            "projection trains or is quantized)",
+            remedy,
+        )
+    raise CacheError(f"{place}: its text was projected by another transformer than this run's", remedy)

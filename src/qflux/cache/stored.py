@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from qflux.cache.cache import EmbeddingCacheManager
-from qflux.cache.keys import Manifest
+from qflux.cache.keys import Manifest, Projected
 from qflux.cache.torch_files import REMEDY, TorchSample, content_of, read_torch, torch_files
 from qflux.config import CacheSource
 from qflux.data.encoded import COMPLETE, NO_CAPTION, EncodedSample, Variant
@@ -31,6 +31,11 @@ class StoredEmbeddings:
     variants: tuple[Variant, ...]
     """What of the sample is stored; a config may ask for more."""
     read: Callable[[Variant], EncodedSample] = field(compare=False, repr=False)
+    projected: Projected | None = None
+
+    @property
+    def identity(self) -> str:
+        return self.projected.sample if self.projected else self.key
 
     def load(self, variant: Variant) -> EncodedSample:
         return self.read(variant)
@@ -77,7 +82,7 @@ def _from_manifest(store: EmbeddingCacheManager, file: Path) -> Sample:
         shapes=keys.shapes,
         place=shown(file),
         has_mask=keys.mask is not None,
-        embeddings=StoredEmbeddings(keys.key, keys.variants, partial(store.load, keys)),
+        embeddings=StoredEmbeddings(keys.key, keys.variants, partial(store.load, keys), keys.projected),
         text_tokens=manifest.text_tokens,
     )
 

@@ -71,6 +71,10 @@ class Embeddings(Protocol):
     def key(self) -> str:
         """Changes with the embeddings, and with nothing else."""
 
+    @property
+    def identity(self) -> str:
+        """The same, but for how much of the model's own work has been done to them already."""
+
     def load(self, variant: Variant) -> EncodedSample:
         """Read them; an error names the file."""
 

@@ -40,11 +40,10 @@ class Described:
     is_distilled: bool = False
     width: int | None = None
     """Channels of a token inside the transformer."""
-
-    @property
-    def signs(self) -> tuple[str | None, bool, int | None]:
-        """What tells the variants of a family apart."""
-        return self.pipeline, self.is_distilled, self.width
+    text_channels: int | None = None
+    """Of the text that the transformer takes."""
+    embeds_guidance: bool | None = None
+    """The transformer is told how much guidance to show."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,10 @@ class Facts:
     """What a guidance-distilled model is told."""
     text_projection: str | None = None
     """The transformer's layer that text goes through first, where caching its output saves space."""
+    embeds_guidance: bool | None = None
+    """The transformer is told how much guidance to show; of a family whose variants differ in it."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Pipelines of checkpoints with the same transformer that are used in another way, and in which."""
     distilled_from: str | None = None
     """The hub id of what it was made from to need few steps only: that is what to train."""
     spellings: tuple[str, ...] = ()
@@ -117,16 +120,16 @@ class Facts:
 
     def of(self, checkpoint: Described) -> Facts:
         """The facts of a checkpoint: this family's own, or those of the variant that it is."""
-        candidates = (self, *self.variants)
-        for differs in (
-            lambda facts: facts.hub_id.lower() != checkpoint.name.lower(),
-            lambda facts: (facts.pipeline, facts.is_distilled, facts.width) != checkpoint.signs,
-            lambda facts: (facts.pipeline, facts.is_distilled) != checkpoint.signs[:2],
+        found = [self, *self.variants]
+        for sign in (
+            lambda facts: facts.hub_id.lower() == checkpoint.name.lower(),
+            lambda facts: facts.pipeline == checkpoint.pipeline,
+            lambda facts: facts.embeds_guidance == checkpoint.embeds_guidance,
+            lambda facts: facts.is_distilled == checkpoint.is_distilled,
+            lambda facts: facts.width == checkpoint.width,
         ):
-            found = [facts for facts in candidates if not differs(facts)]
-            if found:
-                return found[0]
-        return self
+            found = list(filter(sign, found)) or found
+        return found[0]
 
     @property
     def attention_tokens(self) -> int:

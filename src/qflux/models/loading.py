@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +87,11 @@ def transformer_layer(settings: ModelSettings, layer: str, download: bool = True
     return found
 
 
-def layer_identity(settings: ModelSettings, layer: str, download: bool = True) -> str:
-    """What tells the weights of one layer of the transformer from others."""
-    weights = sorted(transformer_layer(settings, layer, download).items())
-    described = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in weights]
+def layer_identity(weights: Mapping[str, Tensor]) -> str:
+    """What tells the weights of a layer from others."""
+    described = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in sorted(weights.items())]
     digest = hashlib.sha256()
-    for _, tensor in weights:
+    for _, tensor in sorted(weights.items()):
         digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
     return key_of(described, digest.hexdigest())
 

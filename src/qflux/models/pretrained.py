@@ -13,10 +13,10 @@ from qflux.errors import CheckpointError, ConfigError
 from qflux.launch import launched
 from qflux.models.facts import Described, Facts
 from qflux.models.family import Encoder, Family, TextCounter, text_limit
-from qflux.models.loading import checkpoint_folder, load_transformer, transformer_layer
+from qflux.models.loading import checkpoint_folder, load_transformer
 from qflux.models.precision import dtype_of
-from qflux.models.projection import ProjectedText
-from qflux.models.registry import described, family_of
+from qflux.models.projection import ProjectedText, projection_weights
+from qflux.models.registry import described, families_of, local_folder
 
 
 class Pretrained:
@@ -28,29 +28,51 @@ class Pretrained:
         self.device = device_of(config.model.device)
         self.dtype = dtype_of(config.model.dtype)
         self.text_limit = text_limit(config, family)
-        self.projects_text = config.projects_text
+        self._config = config
 
     @cached_property
     def facts(self) -> Facts:
         """Of this checkpoint: the family's own, or those of the variant that it is."""
         name = self.settings.pretrained
-        checkpoint = described(name, checkpoint_folder(name, ()))
-        self._require_family(checkpoint)
-        return self.family.facts.of(checkpoint)
+        folder = local_folder(name)
+        if not folder.is_dir():  # both descriptions at once: what is known must not depend on what else was fetched
+            folder = checkpoint_folder(name, ("transformer",), files="config.json")
+        self._require_family(described(name, folder))
+        return self.family.facts.of(described(name, folder))
 
     def require_family(self) -> None:
-        """An error if what is on this machine of the checkpoint is of another family; nothing is fetched for it."""
+        """An error if what is known here of the checkpoint is of another family; nothing is fetched for it."""
         self._require_family(described(self.settings.pretrained))
 
     def _require_family(self, checkpoint: Described) -> None:
-        if checkpoint.transformer in (None, self.family.facts.transformer):
-            return
-        right = family_of(checkpoint)
-        raise CheckpointError(
-            f"model.pretrained: {checkpoint.name} holds a {checkpoint.transformer}, "
-            f"which is not of the family {self.family.name}",
-            f"set family: {right}." if right else "give a checkpoint of this family.",
-        )
+        own, override, kind = self.family.facts, self.settings.transformer, checkpoint.transformer
+        may_be = families_of(checkpoint)
+        if own.name not in may_be and (may_be or kind is not None):
+            holds = f" holds a {kind}, which" if kind not in (None, own.transformer) else ""
+            raise CheckpointError(
+                f"model.pretrained: {checkpoint.name}{holds} is not of the family {own.name}",
+                f"set family: {may_be[0]}." if may_be else "give a checkpoint of this family.",
+            )
+        if checkpoint.pipeline is not None and checkpoint.pipeline in own.refused:
+            raise CheckpointError(
+                f"model.pretrained: {checkpoint.name} is for {checkpoint.pipeline}: {own.refused[checkpoint.pipeline]}",
+                f"it can't be trained or used here; {own.hub_id} can.",
+            )
+        if override is not None:
+            self._require_override(checkpoint, described(checkpoint.name, override=override))
+
+    def _require_override(self, checkpoint: Described, instead: Described) -> None:
+        own, folder = self.family.facts, self.settings.transformer
+        if instead.transformer not in (None, own.transformer):
+            raise CheckpointError(
+                f"model.transformer: {folder} holds a {instead.transformer}, which is not of the family {own.name}",
+                "give a transformer of this family.",
+            )
+        if None not in (found := (checkpoint.text_channels, instead.text_channels)) and found[0] != found[1]:
+            raise CheckpointError(
+                f"model.transformer: {folder} takes text of {found[1]} channels, and model.pretrained gives {found[0]}",
+                "set model.pretrained to the checkpoint that it was made from.",
+            )
 
     def components(self, parts: Sequence[str]) -> Any:
         """These parts, under the names that the family's pipeline has for them."""
@@ -68,16 +90,8 @@ class Pretrained:
         parts = {"text": self.family.text_parts, "image": self.family.image_parts}
         wanted = [part for kind in kinds for part in parts[kind]]
         encoder = self.family.encoder(self.components(wanted), self.text_limit)
-        layer = self.facts.text_projection
-        if "text" not in kinds or not self.projects_text or layer is None:
-            return encoder
-        weights = transformer_layer(self.settings, layer)
-        weight, bias = (
-            None if tensor is None else tensor.to(self.device, self.dtype)
-            for tensor in (weights["weight"], weights.get("bias"))
-        )
-        assert weight is not None
-        return ProjectedText(encoder, weight, bias)
+        weights = projection_weights(self._config) if "text" in kinds else None
+        return ProjectedText.of(encoder, weights, self.device, self.dtype) if weights else encoder
 
     def scheduler(self) -> Any:
         """The noise schedule of the checkpoint."""

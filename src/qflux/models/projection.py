@@ -6,16 +6,33 @@ to its own width. As long as that projection is frozen, its output can be cached
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qflux.config import Config
 from qflux.data.encoded import Prompt, TextEmbedding
 from qflux.models.family import Encoder
+from qflux.models.loading import transformer_layer
+from qflux.models.registry import facts_of
 from qflux.ragged.shapes import ImageShape
+
+
+def projection_weights(config: Config, download: bool = True) -> dict[str, Tensor] | None:
+    """The weights that text of a config is put through before it is kept; none if it is kept as it was encoded.
+
+    Quantized weights of a checkpoint are none, nor is a layer whose output can't be told from its input.
+    """
+    layer = facts_of(config.family).text_projection
+    if layer is None or not config.projects_text:
+        return None
+    weights = transformer_layer(config.model, layer, download)
+    weight = weights["weight"]
+    fits = weight.is_floating_point() and weight.ndim == 2 and weight.shape[0] != weight.shape[1]
+    return weights if fits and weights.keys() <= {"weight", "bias"} else None
 
 
 class TextProjection(nn.Linear):
@@ -32,6 +49,11 @@ class ProjectedText:
     def __init__(self, encoder: Encoder, weight: Tensor, bias: Tensor | None) -> None:
         self._encoder = encoder
         self._weight, self._bias = weight, bias
+
+    @classmethod
+    def of(cls, encoder: Encoder, weights: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> Encoder:
+        bias = weights.get("bias")
+        return cls(encoder, weights["weight"].to(device, dtype), None if bias is None else bias.to(device, dtype))
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[Prompt]) -> list[TextEmbedding]:

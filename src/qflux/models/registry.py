@@ -69,11 +69,16 @@ def local_folder(pretrained: str) -> Path:
     return small.folder if pretrained == small.name and not folder.is_dir() else folder
 
 
-def described(pretrained: str, folder: Path | None = None) -> Described:
-    """What a checkpoint says of itself; if it is not on this machine, its name is all that is known."""
+def described(pretrained: str, folder: Path | None = None, override: Path | None = None) -> Described:
+    """What a checkpoint says of itself; if it is not on this machine, its name is all that is known.
+
+    `override` is the folder of a transformer that takes the place of its own.
+    """
     folder = folder or local_folder(pretrained)
-    index, transformer = (_json(folder / file) for file in ("model_index.json", "transformer/config.json"))
+    index = _json(folder / "model_index.json")
+    transformer = _json((override or folder / "transformer") / "config.json")
     heads, channels = (transformer.get(key) for key in ("num_attention_heads", "attention_head_dim"))
+    text, guidance = transformer.get("joint_attention_dim"), transformer.get("guidance_embeds")
     named = index.get("transformer")
     class_name = transformer.get("_class_name") or (named[-1] if isinstance(named, list) and named else None)
     return Described(
@@ -82,21 +87,20 @@ def described(pretrained: str, folder: Path | None = None) -> Described:
         transformer=class_name if isinstance(class_name, str) else None,
         is_distilled=index.get("is_distilled") is True,
         width=heads * channels if isinstance(heads, int) and isinstance(channels, int) else None,
+        text_channels=text if isinstance(text, int) else None,
+        embeds_guidance=guidance if isinstance(guidance, bool) else None,
     )
 
 
-def family_of(checkpoint: Described) -> str | None:
-    """The family that a checkpoint is of, by its transformer and its pipeline, or else by its hub id."""
+def families_of(checkpoint: Described) -> list[str]:
+    """The families that a checkpoint may be of, the likeliest first: by transformer and pipeline, or by hub id."""
     known = [variant for facts in all_facts() for variant in (facts, *facts.variants)]
-    alike = [facts for facts in known if checkpoint.transformer in (None, facts.transformer)]
-    for candidates in (
-        [facts for facts in alike if facts.pipeline == checkpoint.pipeline],
-        alike if checkpoint.transformer else [],
-        [facts for facts in known if facts.hub_id.lower() == checkpoint.name.lower()],
-    ):
-        if candidates:
-            return candidates[0].name
-    return None
+    if checkpoint.transformer is not None:
+        known = [facts for facts in known if facts.transformer == checkpoint.transformer]
+    by_pipeline = [facts for facts in known if facts.pipeline == checkpoint.pipeline]
+    by_id = [facts for facts in known if facts.hub_id.lower() == checkpoint.name.lower()]
+    found = by_pipeline or by_id or (known if checkpoint.transformer else [])
+    return list(dict.fromkeys(facts.name for facts in found))
 
 
 def _json(file: Path) -> dict[str, Any]:

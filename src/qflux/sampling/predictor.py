@@ -141,7 +141,13 @@ class Predictor:
         )
 
     def _warn_of_guidance(self, prepared: Sequence[Prepared], scale: float) -> None:
-        """Say once what has no effect: a negative prompt at scale 1, or a scale without a negative prompt."""
+        """Say once what has no effect: guidance that is not told, a negative prompt at scale 1, a scale without one."""
+        told = getattr(self._transformer.config, "guidance_embeds", False)
+        if self._settings.guidance_scale is not None and not told:
+            self._warn_once(
+                f"predict.guidance_scale {self._settings.guidance_scale:g} has no effect: this model is not told any; "
+                "predict.true_cfg_scale guides it"
+            )
         has_negative = any(item.negative is not None for item in prepared)
         if has_negative and scale <= 1:
             self._warn_once(f"the negative prompt has no effect: predict.true_cfg_scale is {scale:g}, not above 1")

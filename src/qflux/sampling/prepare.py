@@ -67,6 +67,10 @@ class Preparer:
         """How images reach their size, for the notes of a result."""
         return self._settings.model_dump(mode="json") if self._settings else "pipeline"
 
+    def negative_prompt(self, given: str | None) -> str | None:
+        """What an edit is guided away from: what somebody says, or else what the checkpoint's pipeline takes."""
+        return self._negative if given is None else given
+
     def tokens(self, sizes: Sequence[tuple[int, int]], asked: AskedSize = None) -> int:
         """Image tokens of an edit with controls of these (width, height) and a result of the size asked for."""
         target, transforms = self.transforms(sizes, asked)
@@ -125,7 +129,7 @@ class Preparer:
         generator = torch.Generator().manual_seed(edit.seed)
         noise = self._encoder.noise(target, generator, self._dtype).to(self._device)
         prompts = [Prompt(edit.prompt, edit.prompt_2, tuple(seen))]
-        negative_prompt = self._negative if edit.negative_prompt is None else edit.negative_prompt
+        negative_prompt = self.negative_prompt(edit.negative_prompt)
         if negative_prompt is not None:
             prompts.append(Prompt(negative_prompt, images=tuple(seen)))
         text, *negative = self._encoder.encode_text(prompts)

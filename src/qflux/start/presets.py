@@ -63,7 +63,7 @@ def choose_model(pretrained: str | None, family: str | None, machine: Machine, h
 
 def _family_of(pretrained: str) -> str | None:
     """From the description in a folder, or from the name of a checkpoint."""
-    return registry.family_of(registry.described(pretrained)) or _by_name(pretrained)
+    return next(iter(registry.families_of(registry.described(pretrained))), None) or _by_name(pretrained)
 
 
 def _by_name(pretrained: str) -> str | None:

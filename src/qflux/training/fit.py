@@ -85,11 +85,12 @@ def fit(
         held.enter_context(repeatable(config.train.deterministic))
         transformer = load_to_train(config, pretrained, world)
         model = TrainedModel(transformer, family, config, world, device, course.start)
-        require_fitting(dataset, family.widths(transformer), config.projects_text)
+        require_fitting(dataset, family.widths(transformer), config)
         stop = held.enter_context(deferred_signals())  # until here stopping is at once: there is nothing to save
         channels = family.widths(transformer).image
         parts = RunParts(
             config=config,
+            facts=pretrained.facts,
             world=world,
             dataset=dataset,
             batches=Batches(

@@ -27,6 +27,7 @@ from qflux.files.hashing import seed_of
 from qflux.losses.distribution import level_curves, visited_sizes
 from qflux.losses.objective import Objective
 from qflux.losses.timesteps import NoiseLevels
+from qflux.models.facts import Facts
 from qflux.report.page import write_report
 from qflux.runs.folder import RunFolder
 from qflux.runs.journal import HeldOut, Journal
@@ -72,6 +73,8 @@ class RunParts:
     """Everything a run has at hand; `fit` puts it together."""
 
     config: Config
+    facts: Facts
+    """Of the checkpoint."""
     world: World
     dataset: Dataset
     batches: Batches
@@ -288,7 +291,7 @@ class Loop:
         result = self._write(self._paths.transformer if parts.model.is_full else self._paths.adapter)
         if not parts.model.is_full and self._journal:
             record, picture = Record.of(self._config), self._journal.newest_picture
-            write_card(result.parent, record, parts.model.family, result.name, picture)
+            write_card(result.parent, record, parts.model.family, result.name, picture, parts.facts.pipeline)
         # Of all steps: the run may have begun in another process. Other nodes may not see the folder.
         written = self._world.first(lambda: RunFolder(self._paths.root))
         counted = self._world.share(asdict(written.coverage) if written else {})

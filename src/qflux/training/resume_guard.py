@@ -71,7 +71,7 @@ def data_identity(config: Config, samples: Sequence[Sample], world_size: int) ->
 
 def _key(sample: Sample) -> str:
     assert sample.embeddings is not None
-    return sample.embeddings.key
+    return sample.embeddings.identity
 
 
 def known_starts(past: Past | None, identity: Mapping[str, object]) -> list[int] | None:

@@ -62,7 +62,7 @@ class HeldOutLoss:
         self._batches = fitting(lengths, max(lengths, default=0))
         timesteps = [config.loss.timesteps.model_dump(mode="json")]
         timesteps += [asdict(noise.shift)] if noise.shift != NoiseShift() else []
-        keys = [sample.embeddings.key for sample in chosen if sample.embeddings is not None]
+        keys = [sample.embeddings.identity for sample in chosen if sample.embeddings is not None]
         self.measure = key_of(keys, self._levels, config.seed, *timesteps)[:16]
         """Losses of the same measure can be compared."""
 

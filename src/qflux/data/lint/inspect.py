@@ -26,7 +26,7 @@ from qflux.data.lint.alignment import THUMBNAIL, Shift, shift_between
 from qflux.data.plan import Batching, EpochPlan
 from qflux.data.sample import Sample
 from qflux.errors import DataError
-from qflux.models.registry import facts_of
+from qflux.models.registry import described, facts_of
 from qflux.ragged.layout import padding_ratio
 
 Level = Literal["error", "warning", "note"]
@@ -378,7 +378,7 @@ def _describe_plan(
     # A damaged sample keeps its place, so that the plan speaks of samples by their numbers, and is never due.
     rates = [0.0 if broken else sample.rate for sample, broken in zip(training, damaged, strict=False)]
     lengths = [sample.tokens for sample in training]
-    attention_tokens = facts_of(config.family).attention_tokens
+    attention_tokens = facts_of(config.family).of(described(config.model.pretrained)).attention_tokens
     plan = EpochPlan(lengths, Batching.of(config, attention_tokens=attention_tokens), config.seed, rates=rates)
     if not len(plan):
         return None

@@ -23,9 +23,11 @@ _BASE_9B = Facts(
     true_cfg_scale=4.0,
     negative_prompt="",
     text_projection="context_embedder",
+    embeds_guidance=False,
+    refused={"Flux2KleinKVPipeline": "its controls see only themselves, as if they had no noise"},
     # Without the single-stream blocks' two layers, most of the model, a LoRA learns little but smooth pictures.
     lora_targets=("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj", "attn.to_out"),
-    spellings=(r"flux[.-]?2\b.*",),
+    spellings=(r"flux[._-]?2(?![0-9]).*",),
 )
 _BASE_4B = replace(
     _BASE_9B,
@@ -61,5 +63,6 @@ _DEV = replace(
     true_cfg_scale=1.0,
     negative_prompt=None,
     guidance_scale=4.0,
+    embeds_guidance=True,
 )
 FACTS = {"flux2": replace(_BASE_9B, variants=(_BASE_4B, _distilled(_BASE_9B), _distilled(_BASE_4B), _DEV))}

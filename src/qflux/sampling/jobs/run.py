@@ -65,7 +65,7 @@ def predict_one(
     notes = {
         "prompt": edit.prompt,
         "prompt_2": edit.prompt_2,
-        "negative_prompt": edit.negative_prompt,
+        "negative_prompt": predictor.prepare.negative_prompt(edit.negative_prompt),
         "seed": edit.seed,
         "size": [result.height, result.width],
         **provenance(config, predictor, adapters),
@@ -162,7 +162,8 @@ class JobRun:
             report.problems.append(f"{job.name}: {error.problem}")
             return None
         seed = self._seed if job.seed is None else job.seed
-        job = job if job.negative_prompt is not None else replace(job, negative_prompt=negative_prompt)
+        given = negative_prompt if job.negative_prompt is None else job.negative_prompt
+        job = replace(job, negative_prompt=self._predictor.prepare.negative_prompt(given))
         content: list[Any] = [
             job.prompt,
             job.prompt_2,

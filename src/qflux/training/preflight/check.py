@@ -54,9 +54,11 @@ def check(
     goes_on = any(RunPaths(config.run_dir).checkpoints.glob("step-*"))
     for what, probe in settings_probes(config, pretrained.family, total, goes_on):
         yield _tried(what, probe)
-    yield from _checkpoint(pretrained)
-    yield from _trained(config, pretrained)
-    yield _cache(config, pretrained, store)
+    found = list(_checkpoint(pretrained))
+    yield from found
+    if not any(item.state == "error" for item in found):
+        yield from _trained(config, pretrained)
+        yield _cache(config, pretrained, store)
 
 
 def _data(inspected: Inspected, config: Config) -> Iterator[Check]:
@@ -91,6 +93,11 @@ def _data(inspected: Inspected, config: Config) -> Iterator[Check]:
 def _checkpoint(pretrained: Pretrained) -> Iterator[Check]:
     """What its checkpoint says of itself; of one on this machine, that its parts are there and of the family."""
     family, folder = pretrained.family, local_folder(pretrained.settings.pretrained)
+    try:
+        pretrained.require_family()
+    except QfluxError as error:  # whatever else could be said would be about another family's parts
+        yield Check("model", "error", error.headline, error.remedy)
+        return
     caution = family.facts.of(described(pretrained.settings.pretrained)).caution
     if caution:
         yield Check("model", "warning", *caution)
@@ -103,7 +110,7 @@ def _checkpoint(pretrained: Pretrained) -> Iterator[Check]:
         elif is_model and not any((folder / part).glob("*.safetensors")):
             yield Check("model", "error", f"{folder / part} holds no .safetensors file", "fetch the checkpoint again.")
     try:
-        pretrained.text_counter()  # which needs a checkpoint of the family
+        pretrained.text_counter()
     except QfluxError as error:
         yield Check("model", "error", error.headline, error.remedy)
 
