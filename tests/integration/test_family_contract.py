@@ -202,7 +202,8 @@ def test_facts_are_those_of_the_components(project):
     assert widths.image == facts.image_channels
     encoded = project.trainer.samples().training[0].embeddings.load(COMPLETE)
     assert encoded.target.shape == (encoded.shapes.target_tokens, widths.image)
-    assert encoded.text.tokens.shape[-1] == widths.text
+    projects = project.trainer.config.projects_text
+    assert encoded.text.tokens.shape[-1] == (widths.projected_text if projects else widths.text)
     assert (encoded.text.pooled is None) == (widths.pooled is None)
     names = [name for name, _ in project.parts.transformer.named_modules()]
     assert all(any(name.endswith(f".{target}") for name in names) for target in facts.lora_targets)

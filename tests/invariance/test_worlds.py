@@ -47,7 +47,8 @@ def recipe(request, tmp_path_factory, data_set):
         "train": {"max_train_steps": 5, "gradient_checkpointing": False, "max_grad_norm": 0.05, "ema": {"decay": 0.9}},
         "validation": {"images": 1, "num_inference_steps": 2},
     }
-    Trainer(load_config(settings)).cache()
+    for method in ("lora", "full"):  # where a projection of text trains, what comes before it is cached
+        Trainer(load_config(settings, [f"train.method={method}"])).cache()
     return lambda *overrides: load_config(settings, overrides)
 
 

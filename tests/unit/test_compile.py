@@ -76,9 +76,11 @@ def test_what_enters_compiled_code_is_contiguous_so_that_it_is_read_in_whole_vec
         scattered.update(n for n, x in tensors if len(x) > len(samples) and not x.is_contiguous())
         return graph.forward
 
-    compile_blocks(models.family.blocks(models.ours), backend=backend)
+    first, *_, last = models.family.blocks(models.ours)  # one of each kind
+    compile_blocks([first, last], backend=backend)
     samples = random_batch(random.Random(0), 3)
-    models.packed(samples)
+    with torch.no_grad():
+        models.packed(samples)
     torch._dynamo.reset()
     assert not scattered
 
