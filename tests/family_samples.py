@@ -299,6 +299,9 @@ REFERENCES = {
     "flux2, dev": _flux2(_dev_draw, tiny=tiny_dev, pipeline="Flux2Pipeline"),
 }
 """One for each family, and for each variant of it that runs another way."""
+_ALIKE = ("qwen-image", "qwen-image-edit-plus", "flux2, dev")
+KINDS = [pytest.param(name, marks=pytest.mark.slow) if name in _ALIKE else name for name in REFERENCES]
+"""For tests of all of them. Those that share nearly all code with another are left to the complete tests."""
 
 
 class Models:

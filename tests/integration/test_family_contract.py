@@ -14,7 +14,7 @@ import pytest
 import torch
 from peft.utils import get_peft_model_state_dict
 
-from family_samples import REFERENCES, Reference
+from family_samples import KINDS, REFERENCES, Reference
 from helpers import picture
 from qflux.adapters.attach import Weighted
 from qflux.adapters.files import read_adapter
@@ -77,7 +77,7 @@ class Project:
         return (predictor._encoder.decode_image(tokens, shape) / 2 + 0.5).clamp(0, 1).permute(1, 2, 0).numpy()
 
 
-@pytest.fixture(scope="module", params=REFERENCES)
+@pytest.fixture(scope="module", params=KINDS)
 def project(request, tmp_path_factory) -> Project:
     return Project(REFERENCES[request.param], tmp_path_factory.mktemp(request.param))
 

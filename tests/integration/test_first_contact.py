@@ -244,7 +244,7 @@ def test_train_takes_a_config_too(config, tmp_path, capsys):
     assert "1 steps" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("form", [["FILE"], ["--config", "FILE"]])
+@pytest.mark.parametrize("form", [["FILE"], pytest.param(["--config", "FILE"], marks=pytest.mark.slow)])
 def test_a_config_is_understood_bare_and_as_an_option_by_every_command(form, config, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     settings = config("train.max_train_steps=1", "predict.num_inference_steps=1", "predict.preprocessing=config")

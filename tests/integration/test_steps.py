@@ -161,7 +161,7 @@ def test_metrics_say_what_a_step_was(config):
         assert line["utilisation"] is None  # nobody knows a CPU's peak
 
 
-@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("resumed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_first_step_is_not_charged_with_what_comes_before_it(config, resumed, monkeypatch):
     shared = ["data.batch_size=4", "data.held_out={count: 2}", "train.checkpoint_every=1"]
     if resumed:

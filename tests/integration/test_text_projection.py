@@ -62,6 +62,7 @@ def test_training_on_projected_prompts_learns_what_training_on_whole_ones_does(r
         assert (tensor - adapters[1][name]).abs().max() <= 1e-5
 
 
+@pytest.mark.slow
 def test_without_a_cache_the_same_is_learnt(recipe):
     cached = Trainer(recipe("run_name=from-cache"))
     cached.cache()
@@ -139,6 +140,7 @@ def test_projected_embeddings_are_for_the_transformer_that_projected_them(recipe
         Trainer(recipe(*stored(made), f"model.pretrained={model}", "run_name=other")).fit()
 
 
+@pytest.mark.slow
 def test_a_run_may_go_on_with_or_without_projection(recipe):
     """It is how the text is kept, not which samples there are."""
     for first, then in (("true", "false"), ("false", "true")):

@@ -33,6 +33,7 @@ def test_wandb_works_offline(config, monkeypatch):
     assert list((settings.run_dir / "wandb").glob("offline-run-*/*.wandb"))
 
 
+@pytest.mark.slow
 def test_swanlab_works_offline(config, monkeypatch):
     monkeypatch.setenv("SWANLAB_MODE", "offline")
     settings = config("train.trackers=[swanlab]", *HELD_OUT)

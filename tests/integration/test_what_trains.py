@@ -58,7 +58,7 @@ def test_full_fine_tuning_writes_a_transformer_that_diffusers_loads_and_predict_
     assert np.abs(np.asarray(base, dtype=int) - np.asarray(tuned, dtype=int)).max() > 1
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_float16_trains_with_a_loss_scale_and_float32_weights(config, method):
     settings = config("model.dtype=float16", "cache.path=null", f"train.method={method}", "train.max_train_steps=4")
     trainer = Trainer(settings)

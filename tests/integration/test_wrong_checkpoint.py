@@ -59,8 +59,8 @@ def change(file: Path, **values: object) -> None:
     [
         ("flux2", "flux-kontext"),
         ("flux-kontext", "flux2"),
-        ("flux2, dev", "qwen-image"),
-        ("qwen-image-edit", "flux2"),
+        pytest.param("flux2, dev", "qwen-image", marks=pytest.mark.slow),
+        pytest.param("qwen-image-edit", "flux2", marks=pytest.mark.slow),
         ("qwen-image-edit", "qwen-image-edit-plus"),  # one class of transformer, another pipeline
         ("qwen-image-edit-plus, 2511", "qwen-image-edit"),
     ],

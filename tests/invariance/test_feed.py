@@ -48,7 +48,10 @@ def test_batches_are_the_same_whatever_the_number_of_workers(config, batching):
         assert_equal(alone, batches(config(*overrides, f"data.num_workers={workers}")))
 
 
-@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit", "qwen-image-edit-plus", "flux2"])
+@pytest.mark.parametrize(
+    "name",
+    ["flux-kontext", pytest.param("qwen-image-edit", marks=pytest.mark.slow), "qwen-image-edit-plus", "flux2"],
+)
 @pytest.mark.parametrize("batching", [{"batch_size": 3}, pytest.param({"max_tokens": 1500}, marks=pytest.mark.slow)])
 def test_batches_are_the_same_with_and_without_the_cache(name, batching, data_set, tmp_path):
     family = get_family(name)

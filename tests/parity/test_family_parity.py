@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from family_samples import REFERENCES, Models, PaddedBatch, Sample, lora_gradient, random_sample
+from family_samples import KINDS, REFERENCES, Models, PaddedBatch, Sample, lora_gradient, random_sample
 from qflux.models import FAMILIES
 
 TOLERANCE = 1e-5
@@ -29,7 +29,7 @@ CASES = {
 TEXT_LENGTHS = {"text alike": [7, 7, 7], "text differs": [5, 11, 1]}
 
 
-@pytest.fixture(scope="module", params=REFERENCES)
+@pytest.fixture(scope="module", params=KINDS)
 def models(request) -> Models:
     return Models(request.param)
 

@@ -107,7 +107,7 @@ def test_whole_blocks_are_skipped_as_in_diffusers(models):
     assert outcomes[0] == outcomes[1]
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_an_ordinary_call_compiles_into_one_graph(models, count):
     torch.compiler.reset()

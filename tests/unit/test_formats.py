@@ -127,7 +127,13 @@ def full_size_names() -> Names:
 
 @pytest.mark.parametrize(
     "targets",
-    [ATTENTION, (*ATTENTION, "proj_mlp", "net.0.proj", "to_add_out", "add_q_proj", "add_k_proj", "add_v_proj")],
+    [
+        ATTENTION,
+        pytest.param(
+            (*ATTENTION, "proj_mlp", "net.0.proj", "to_add_out", "add_q_proj", "add_k_proj", "add_v_proj"),
+            marks=pytest.mark.slow,
+        ),
+    ],
     ids=["attention", "more"],
 )
 def test_what_diffusers_reads_from_the_comfyui_format_has_the_same_effect(targets):
