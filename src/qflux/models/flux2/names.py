@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from qflux.models.original_names import names_of_blocks
 
 _DOUBLE = {
     "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
@@ -31,16 +30,4 @@ _TOP = {
 }
 SWAPPED = frozenset({"final_layer.adaLN_modulation.1"})
 """Its outputs are shift and scale; diffusers' `norm_out.linear` gives scale and shift."""
-_KINDS = (("double_blocks", "transformer_blocks", _DOUBLE), ("single_blocks", "single_transformer_blocks", _SINGLE))
-
-
-def original_names(layers: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The original name of each layer, and the layers of diffusers that it consists of, for a model with these."""
-    known = set(layers)
-    names: dict[str, tuple[str, ...]] = {original: parts for original, parts in _TOP.items() if parts[0] in known}
-    for theirs, ours, parts in _KINDS:
-        numbers = {int(found[1]) for name in known if (found := re.match(rf"{ours}\.(\d+)\.", name))}
-        for number in sorted(numbers):
-            for original, members in parts.items():
-                names[f"{theirs}.{number}.{original}"] = tuple(f"{ours}.{number}.{member}" for member in members)
-    return names
+original_names = names_of_blocks(_TOP, _DOUBLE, _SINGLE)
