@@ -184,7 +184,7 @@ def stock_velocity(model: Any, inputs: ModelInputs) -> Tensor:
         guidance=torch.full_like(inputs.sigma, inputs.guidance),
         img_ids=image_ids([Shapes(((1, tokens.shape[1], 1),))], tokens.device),
         txt_ids=torch.zeros(texts.shape[1], 3, device=tokens.device),
-        joint_attention_kwargs={"attention_mask": padded.key_mask[:, None, None, :]},
+        joint_attention_kwargs={"attention_mask": padded.mask[:, None, None, :]},
     )
     return padded.leave_image(output.sample.flatten(0, 1))
 
@@ -318,7 +318,7 @@ def main() -> None:
                     for rival in ("padded", "one by one")
                 ),
                 f"{gib:.1f}",
-                f"{flops(batch.lengths) / seconds / peak:.1%}",
+                f"{flops(sum(batch.lengths), sum(n * n for n in batch.lengths)) / seconds / peak:.1%}",
             )
             table.append(f"| {' | '.join(cells)} |")
             print(table[-1], flush=True)

@@ -6,7 +6,7 @@ adding a `Reference` here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from diffusers.pipelines.qwenimage21 import pipeline_qwenimage21
 from numpy.typing import NDArray
 from peft import LoraConfig
 from PIL import Image
@@ -30,12 +31,14 @@ from qflux.models.family import ModelInputs
 from qflux.models.flux2.positions import image_ids as flux2_ids
 from qflux.models.flux2.positions import text_ids
 from qflux.models.flux2.tiny import tiny_dev
+from qflux.models.flux3.positions import control_ids, target_ids
+from qflux.models.flux3.tiny import tiny as tiny_flux3
 from qflux.models.flux_kontext.positions import image_ids
 from qflux.models.qwen_image.tiny import tiny as tiny_qwen
 from qflux.ragged.shapes import Shapes
 
 POOLED_WIDTH, GUIDANCE = 24, 3.5
-TEXT_WIDTH, CHANNELS = 48, 128
+TEXT_WIDTH, CHANNELS = 64, 128
 """Samples are drawn wide enough for every family, and a family takes the channels that it has."""
 
 
@@ -48,15 +51,21 @@ class Sample:
     sigma: Tensor
     upstream: Tensor
     """The gradient that arrives at this sample's output."""
+    places: tuple[int, ...] = ()
+    """Text tokens before each control, for families that have controls inside the text."""
 
     def to(self, dtype: torch.dtype) -> Sample:
         names = ("image", "text", "pooled", "sigma", "upstream")
         return replace(self, **{name: getattr(self, name).to(dtype) for name in names})
 
 
-def random_sample(shapes: Sequence[tuple[int, int]], generator: torch.Generator, text_length: int = 7) -> Sample:
-    grids = [(1, rows, columns) for rows, columns in shapes]
-    tokens = sum(rows * columns for rows, columns in shapes)
+def random_sample(
+    shapes: Sequence[tuple[int, int]], generator: torch.Generator, text_length: int = 7, unit: int = 1
+) -> Sample:
+    """Images of `shapes`, in units of so many tokens a side."""
+    grids = [(1, unit * rows, unit * columns) for rows, columns in shapes]
+    tokens = sum(rows * columns for _, rows, columns in grids)
+    places = torch.randint(0, text_length + 1, (len(shapes) - 1,), generator=generator).sort().values
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator)
@@ -68,6 +77,7 @@ def random_sample(shapes: Sequence[tuple[int, int]], generator: torch.Generator,
         pooled=normal(POOLED_WIDTH),
         sigma=torch.rand((), generator=generator),
         upstream=normal(tokens, CHANNELS),
+        places=tuple(places.tolist()),
     )
 
 
@@ -125,8 +135,8 @@ class Reference:
     """diffusers' own transformer class."""
     alone: Callable[[Any, Sample], dict[str, Any]]
     """Arguments for diffusers' forward on one sample."""
-    padded: Callable[[PaddedBatch], dict[str, Any]]
-    """Arguments for qflux's forward in the padded convention, without masks."""
+    padded: Callable[[PaddedBatch], dict[str, Any]] | None
+    """Arguments for qflux's forward in the padded convention, without masks; none where it takes packed ones only."""
     draw: Callable[..., NDArray[np.float32]]
     """`draw(pipe, controls, **options)`: the pipeline's image, at exactly the size it is asked for."""
     control_counts: tuple[int, ...]
@@ -142,6 +152,12 @@ class Reference:
     pipeline: str | None = None
     """Of diffusers, where it is not the family's own."""
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+    unit: int = 1
+    """Sides of images are multiples of this many tokens."""
+    targets_only: bool = False
+    """Nothing is predicted for controls."""
+    make: Callable[[str, dict[str, Any]], Any] = lambda name, parts: getattr(diffusers, name)(**parts)
+    """The pipeline of this name from its parts."""
 
     def components(self, seed: int) -> Any:
         return (self.tiny or get_family(self.family).tiny)(seed)
@@ -154,6 +170,77 @@ class Reference:
         """A sample with as many channels as this family has."""
         image, upstream = (x[..., : self.channels].contiguous() for x in (sample.image, sample.upstream))
         return replace(sample, image=image, upstream=upstream, text=sample.text[..., : self.text_width].contiguous())
+
+
+def _flux3_alone(sample: Sample) -> dict[str, Any]:
+    targets, controls = sample.image.split([sample.shapes.target_tokens, sample.shapes.control_tokens])
+    shown = {"image_cond_hidden_states": controls[None], "image_cond_ids": control_ids([sample.shapes])}
+    return {
+        "hidden_states": targets[None],
+        "encoder_hidden_states": sample.text[None],
+        "timestep": sample.sigma[None],
+        "img_ids": target_ids([sample.shapes]),
+        "txt_ids": text_ids([len(sample.text)]),
+        **(shown if len(controls) else {}),
+    }
+
+
+def _flux3_distilled_alone(sample: Sample) -> dict[str, Any]:
+    """In training a distilled model goes on to where it is."""
+    return {**_flux3_alone(sample), "target_timestep": sample.sigma[None]}
+
+
+class _TextProcessor:
+    """What is used of the processor that the pipeline calls a tokenizer; the real one needs torchvision."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.apply_chat_template = tokenizer.apply_chat_template
+
+
+def _flux3_pipeline(name: str, parts: dict[str, Any]) -> Any:
+    """The modular pipeline without the model that rewrites prompts."""
+    blocks = getattr(diffusers, name)().blocks
+    blocks.sub_blocks.pop("prompt_upsampler")
+    pipe = blocks.init_pipeline()
+    pipe.update_components(**{**parts, "tokenizer": _TextProcessor(parts["tokenizer"])})
+    pipe.register_modules = pipe.update_components
+    return pipe
+
+
+def _flux3_draw(pipe: Any, controls: Sequence[Image.Image], **options: Any) -> NDArray[np.float32]:
+    scale, options["output"] = options.pop("true_cfg_scale"), "images"
+    if hasattr(pipe, "guider"):
+        pipe.update_components(guider=diffusers.ClassifierFreeGuidance(guidance_scale=scale))
+    elif options.pop("negative_prompt") is not None:
+        pytest.skip("its pipeline has no true CFG")
+    return pipe(**({"image": list(controls)} if controls else {}), **options)[0]
+
+
+def _qwen21_alone(sample: Sample) -> dict[str, Any]:
+    """Controls first, then the target; the text has places for all of them, of 2 x 2 tokens each."""
+    shapes, text = sample.shapes, list(sample.text)
+    targets, controls = sample.image.split([shapes.target_tokens, shapes.control_tokens])
+    slots = [False] * len(text)
+    for place, (_, rows, columns) in reversed(list(zip(sample.places, shapes.controls, strict=True))):
+        count = rows * columns // 4
+        slots[place:place] = [True] * count
+        text[place:place] = [torch.full_like(sample.text[0], float("nan"))] * count
+    slots += [True] * (len(targets) // 4)
+    return {
+        "hidden_states": torch.cat([controls, targets])[None],
+        "encoder_hidden_states": torch.stack(text)[None],
+        "timestep": sample.sigma[None],
+        "img_shapes": [[*shapes.controls, *shapes.targets]],
+        "img_mask": torch.tensor([slots]),
+    }
+
+
+def _qwen21_draw(pipe: Any, controls: Sequence[Image.Image], **options: Any) -> NDArray[np.float32]:
+    dimensions = pipeline_qwenimage21.calculate_dimensions
+    area = options["height"] * options["width"]
+    with patch.object(pipeline_qwenimage21, "calculate_dimensions", lambda _, ratio: dimensions(area, ratio)):
+        return pipe(image=list(controls) or None, **options).images[0]
 
 
 def _flux_alone(sample: Sample) -> dict[str, Any]:
@@ -279,6 +366,24 @@ def _flux2(draw: Any, **variant: Any) -> Reference:
     )
 
 
+def _flux3(alone: Any, **variant: Any) -> Reference:
+    return Reference(
+        "flux3",
+        diffusers.Flux3Transformer2DModel,
+        alone,
+        None,
+        _flux3_draw,
+        (0, 1, 2, 10, 3, 1),
+        most_controls=2,
+        text_width=64,
+        channels=128,
+        lora_targets=get_family("flux3").facts.lora_targets,
+        targets_only=True,
+        make=_flux3_pipeline,
+        **variant,
+    )
+
+
 REFERENCES = {
     "flux-kontext": Reference(
         "flux-kontext",
@@ -297,11 +402,34 @@ REFERENCES = {
     ),
     "flux2": _flux2(_klein_draw),
     "flux2, dev": _flux2(_dev_draw, tiny=tiny_dev, pipeline="Flux2Pipeline"),
+    "flux3": _flux3(_flux3_alone),
+    "qwen-image-2.1": Reference(
+        "qwen-image-2.1",
+        diffusers.QwenImage21Transformer2DModel,
+        _qwen21_alone,
+        None,
+        _qwen21_draw,
+        (0, 1, 2, 10, 3, 1),
+        most_controls=2,
+        unit=2,
+        targets_only=True,
+    ),
+    "flux3, distilled": _flux3(
+        _flux3_distilled_alone, tiny=partial(tiny_flux3, flow_map=True), pipeline="Flux3DistilledModularPipeline"
+    ),
 }
 """One for each family, and for each variant of it that runs another way."""
-_ALIKE = ("qwen-image", "qwen-image-edit-plus", "flux2, dev")
-KINDS = [pytest.param(name, marks=pytest.mark.slow) if name in _ALIKE else name for name in REFERENCES]
+_ALIKE = ("qwen-image", "qwen-image-edit-plus", "flux2, dev", "flux3, distilled")
+
+
+def _marked(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) if name in _ALIKE else name for name in names]
+
+
+KINDS = _marked(REFERENCES)
 """For tests of all of them. Those that share nearly all code with another are left to the complete tests."""
+PADDED_KINDS = _marked(name for name, reference in REFERENCES.items() if reference.padded)
+"""Those that also take samples padded, as diffusers does, and run ordinary batches by diffusers' own forward."""
 
 
 class Models:
@@ -328,7 +456,20 @@ class Models:
 
     def alone(self, sample: Sample) -> Tensor:
         """One sample through stock diffusers: `(tokens, channels)`."""
-        return self.stock(**self.reference.alone(self.reference.fitted(sample)), return_dict=False)[0][0]
+        output = self.stock(**self.reference.alone(self.reference.fitted(sample)), return_dict=False)[0][0]
+        # Where it is one sequence, the target is the end of it.
+        return output[-sample.shapes.target_tokens :] if self.reference.targets_only else output
+
+    def samples(
+        self, case: Sequence[Sequence[tuple[int, int]]], seed: int = 0, text: Sequence[int] | None = None
+    ) -> list[Sample]:
+        """Random samples with images of these shapes and texts of these lengths."""
+        generator = torch.Generator().manual_seed(seed)
+        lengths = text or [7] * len(case)
+        return [
+            random_sample(shapes, generator, length, self.reference.unit)
+            for shapes, length in zip(case, lengths, strict=False)
+        ]
 
     def packed(self, samples: Sequence[Sample], padded: bool = False) -> tuple[Tensor, ...]:
         """Samples as one ragged batch, as training runs them; one output per sample."""
@@ -336,12 +477,14 @@ class Models:
         inputs = ModelInputs(
             images=torch.cat([s.image for s in samples]),
             shapes=[s.shapes for s in samples],
-            text=[TextEmbedding(s.text, s.pooled) for s in samples],
+            text=[TextEmbedding(s.text, s.pooled, places=s.places) for s in samples],
             sigma=torch.stack([s.sigma for s in samples]),
             guidance=GUIDANCE,
             padded=padded,
         )
-        return self.family.velocity(self.ours, inputs).split([len(s.image) for s in samples])
+        outputs = self.family.velocity(self.ours, inputs).split([len(s.image) for s in samples])
+        counts = [s.shapes.target_tokens if self.reference.targets_only else None for s in samples]
+        return tuple(output[:count] for output, count in zip(outputs, counts, strict=True))
 
     def padded(self, batch: PaddedBatch, **changes: Any) -> Tensor:
         """Samples in the padded calling convention: `(B, S, channels)`."""
@@ -351,6 +494,7 @@ class Models:
         """Of the padded calling convention, without masks."""
         channels, text_width = self.reference.channels, self.reference.text_width
         image, text = batch.image[..., :channels].contiguous(), batch.text[..., :text_width].contiguous()
+        assert self.reference.padded is not None
         return self.reference.padded(replace(batch, image=image, text=text))
 
 
@@ -360,6 +504,8 @@ def lora_parameters(model: Any) -> list[Tensor]:
 
 def lora_gradient(model: Any, output: Tensor, upstream: Tensor) -> Tensor:
     """All LoRA gradients as one vector."""
-    upstream = upstream[..., : output.shape[-1]]
-    gradients = torch.autograd.grad(output, lora_parameters(model), upstream, retain_graph=True)
+    upstream = upstream[: len(output), : output.shape[-1]] if output.ndim == 2 else upstream[..., : output.shape[-1]]
+    gradients = torch.autograd.grad(
+        output, lora_parameters(model), upstream, retain_graph=True, allow_unused=True, materialize_grads=True
+    )
     return torch.cat([gradient.flatten() for gradient in gradients])

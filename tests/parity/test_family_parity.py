@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from family_samples import KINDS, REFERENCES, Models, PaddedBatch, Sample, lora_gradient, random_sample
+from family_samples import KINDS, PADDED_KINDS, REFERENCES, Models, PaddedBatch, Sample, lora_gradient
 from qflux.models import FAMILIES
 
 TOLERANCE = 1e-5
@@ -34,14 +34,14 @@ def models(request) -> Models:
     return Models(request.param)
 
 
+@pytest.fixture(scope="module", params=PADDED_KINDS)
+def padder(request) -> Models:
+    """Those that take diffusers' padded convention as well."""
+    return Models(request.param)
+
+
 def test_every_family_is_under_contract():
     assert {reference.family for reference in REFERENCES.values()} == set(FAMILIES)
-
-
-def samples_of(case: list[list[tuple[int, int]]], seed: int = 0, text: list[int] | None = None) -> list[Sample]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = text or [7] * len(case)
-    return [random_sample(shapes, generator, length) for shapes, length in zip(case, lengths, strict=False)]
 
 
 def assert_equal_to_alone(models: Models, samples: list[Sample], outputs) -> None:
@@ -64,7 +64,7 @@ def valid_rows(output, samples):
 @pytest.mark.parametrize("text", TEXT_LENGTHS.values(), ids=TEXT_LENGTHS.keys())
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_a_sample_in_a_mixed_batch_equals_the_sample_alone(models, case, text, padded, checkpointing):
-    samples = samples_of(case, text=text)
+    samples = models.samples(case, text=text)
     if checkpointing:
         models.ours.enable_gradient_checkpointing()
     try:
@@ -76,15 +76,15 @@ def test_a_sample_in_a_mixed_batch_equals_the_sample_alone(models, case, text, p
 @pytest.mark.parametrize("mask_kind", ["bool", "float"])
 @pytest.mark.parametrize("text", TEXT_LENGTHS.values(), ids=TEXT_LENGTHS.keys())
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_the_padded_convention_equals_the_sample_alone_whatever_the_padding_holds(models, case, text, mask_kind):
-    samples = samples_of(case, text=text)
+def test_the_padded_convention_equals_the_sample_alone_whatever_the_padding_holds(padder, case, text, mask_kind):
+    samples = padder.samples(case, text=text)
     batch = PaddedBatch.of(samples, fill=float("nan"))
     mask = batch.mask if mask_kind == "bool" else batch.mask.float()
-    assert_equal_to_alone(models, samples, valid_rows(models.padded(batch, attention_mask=mask), samples))
+    assert_equal_to_alone(padder, samples, valid_rows(padder.padded(batch, attention_mask=mask), samples))
 
 
 def test_the_order_of_a_batch_does_not_matter(models):
-    samples = samples_of(CASES["0, 1 and 3 controls"] + CASES["control unlike target"])
+    samples = models.samples(CASES["0, 1 and 3 controls"] + CASES["control unlike target"])
     order = random.Random(0).sample(range(len(samples)), len(samples))
     straight = models.packed(samples)
     permuted = models.packed([samples[i] for i in order])
@@ -102,44 +102,44 @@ def test_the_order_of_a_batch_does_not_matter(models):
     seed=st.integers(0, 1000),
 )
 def test_random_batches_equal_the_samples_alone(models, case, text, padded, seed):
-    samples = samples_of(case, seed, text)
+    samples = models.samples(case, seed, text)
     assert_equal_to_alone(models, samples, models.packed(samples, padded))
 
 
-def test_one_sample_runs_the_diffusers_forward(models):
-    (sample,) = samples_of([[(3, 4), (2, 5)]])
-    assert torch.equal(models.packed([sample])[0], models.alone(sample))
+def test_one_sample_runs_the_diffusers_forward(padder):
+    (sample,) = padder.samples([[(3, 4), (2, 5)]])
+    assert torch.equal(padder.packed([sample])[0], padder.alone(sample))
 
 
-def test_one_padded_sample_runs_the_diffusers_forward_on_what_is_valid(models):
-    sample, longer = samples_of([[(3, 4)], [(4, 4)]], text=[5, 7])
+def test_one_padded_sample_runs_the_diffusers_forward_on_what_is_valid(padder):
+    sample, longer = padder.samples([[(3, 4)], [(4, 4)]], text=[5, 7])
     batch = PaddedBatch.of([sample, longer], fill=float("nan")).first()
-    output = models.padded(batch, attention_mask=batch.mask)
-    assert torch.equal(output[0, :12], models.alone(sample))
+    output = padder.padded(batch, attention_mask=batch.mask)
+    assert torch.equal(output[0, :12], padder.alone(sample))
 
 
 @pytest.mark.parametrize("convention", ["packed", "no mask", "all-true mask"])
-def test_a_uniform_batch_runs_the_diffusers_forward(models, convention):
-    samples = samples_of([[(3, 4), (2, 5)]] * 3)
+def test_a_uniform_batch_runs_the_diffusers_forward(padder, convention):
+    samples = padder.samples([[(3, 4), (2, 5)]] * 3)
     batch = PaddedBatch.of(samples, fill=float("nan"))
-    arguments = models.arguments(batch)
+    arguments = padder.arguments(batch)
     if "img_ids" in arguments:
         arguments["img_ids"] = arguments["img_ids"][0]
-    expected = models.stock(**arguments, return_dict=False)[0]
+    expected = padder.stock(**arguments, return_dict=False)[0]
     if convention == "packed":
-        output = torch.stack(models.packed(samples))
+        output = torch.stack(padder.packed(samples))
     else:
-        output = models.padded(batch, attention_mask=batch.mask if convention == "all-true mask" else None)
+        output = padder.padded(batch, attention_mask=batch.mask if convention == "all-true mask" else None)
     assert torch.equal(output, expected)
 
 
-def test_padding_rows_are_exactly_zero_and_get_exactly_zero_gradient(models):
-    samples = samples_of(CASES["0, 1 and 3 controls"])
+def test_padding_rows_are_exactly_zero_and_get_exactly_zero_gradient(padder):
+    samples = padder.samples(CASES["0, 1 and 3 controls"])
     batch = PaddedBatch.of(samples, fill=3.0)
     batch.image.requires_grad_()
     batch.text.requires_grad_()
     batch.text_mask[0, 5] = False  # a hole in the text as well
-    output = models.padded(batch, attention_mask=batch.mask)
+    output = padder.padded(batch, attention_mask=batch.mask)
     padding = output[~batch.image_mask]
     assert torch.equal(padding, torch.zeros_like(padding))
     assert output[batch.image_mask].abs().min() > 0
@@ -152,7 +152,7 @@ def test_padding_rows_are_exactly_zero_and_get_exactly_zero_gradient(models):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
 def test_half_precision_is_no_worse_than_twice_the_error_of_stock(models, padded, dtype):
-    samples = [sample for case in CASES.values() for sample in samples_of(case)]
+    samples = [sample for case in CASES.values() for sample in models.samples(case)]
     exact = [models.alone(sample).detach() for sample in samples]
     rounded = [sample.to(dtype) for sample in samples]
     half = Models(next(name for name, r in REFERENCES.items() if r is models.reference)).to(dtype)
@@ -167,7 +167,7 @@ def max_error(outputs, exact) -> float:
 
 def test_samples_do_not_influence_each_other(models):
     """The sharpest form of batch invariance: no gradient flows from one sample's output to another's input."""
-    samples = samples_of(CASES["0, 1 and 3 controls"])
+    samples = models.samples(CASES["0, 1 and 3 controls"])
     for sample in samples:
         sample.image.requires_grad_()
     outputs = models.packed(samples)
@@ -177,17 +177,17 @@ def test_samples_do_not_influence_each_other(models):
             assert bool((gradient != 0).any()) == (other == index)
 
 
-def test_the_lora_scale_reaches_the_ragged_forward(models):
-    samples = samples_of(CASES["target sizes differ"])
+def test_the_lora_scale_reaches_the_ragged_forward(padder):
+    samples = padder.samples(CASES["target sizes differ"])
     batch = PaddedBatch.of(samples, fill=0.0)
-    off = models.padded(batch, attention_mask=batch.mask, **{models.reference.attention_kwargs: {"scale": 0.0}})
-    models.ours.disable_adapters()
+    off = padder.padded(batch, attention_mask=batch.mask, **{padder.reference.attention_kwargs: {"scale": 0.0}})
+    padder.ours.disable_adapters()
     try:
-        without = models.padded(batch, attention_mask=batch.mask)
+        without = padder.padded(batch, attention_mask=batch.mask)
     finally:
-        models.ours.enable_adapters()
+        padder.ours.enable_adapters()
     assert (off - without).abs().max() <= TOLERANCE
-    assert (models.padded(batch, attention_mask=batch.mask) - without).abs().max() > 1e-2
+    assert (padder.padded(batch, attention_mask=batch.mask) - without).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_the_lora_scale_reaches_the_ragged_forward(models):
         ({"attention_mask": torch.full((2, 19), float("-inf"))}, "additive"),
     ],
 )
-def test_impossible_inputs_are_named(models, change, message):
-    batch = PaddedBatch.of(samples_of([[(3, 4)], [(2, 2)]]), fill=0.0)
+def test_impossible_inputs_are_named(padder, change, message):
+    batch = PaddedBatch.of(padder.samples([[(3, 4)], [(2, 2)]]), fill=0.0)
     with pytest.raises(ValueError, match=message):
-        models.padded(batch, **{"attention_mask": batch.mask, **change})
+        padder.padded(batch, **{"attention_mask": batch.mask, **change})

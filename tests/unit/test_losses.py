@@ -9,7 +9,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxKontextPipeline, Qwen
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 
 from qflux.config import LossSettings, TimestepSettings
-from qflux.data.batch import Batch, NoisySample
+from qflux.data.batch import Batch, Draw, NoisySample
 from qflux.data.encoded import EncodedSample, TextEmbedding
 from qflux.data.sample import Sample
 from qflux.errors import ConfigError
@@ -82,7 +82,7 @@ def batch_of(sizes: list[int], masks: list[torch.Tensor | None]) -> Batch:
         for i, (n, m) in enumerate(zip(sizes, masks, strict=True))
     ]
     items = [
-        NoisySample(Sample(item.id, item.id, "", item.shapes), item, 0.3, torch.randn(n, 4))
+        NoisySample(Sample(item.id, item.id, "", item.shapes), item, (Draw(0.3, torch.randn(n, 4)),))
         for n, item in zip(sizes, encoded, strict=True)
     ]
     return Batch.collate(items, "cpu", torch.float32)

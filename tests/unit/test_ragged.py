@@ -59,7 +59,7 @@ def test_attention_of_each_sample_is_the_textbook_formula(lengths, seed):
     assert (packed - expected).abs().max() < 1e-10
 
     layout = PaddedLayout.of(PackedLayout.build([0] * len(lengths), lengths))
-    padded = masked_attention(*(layout.enter_image(x) for x in (query, key, value)), layout.key_mask)
+    padded = masked_attention(*(layout.enter_image(x) for x in (query, key, value)), layout.mask)
     assert (layout.leave_image(padded) - expected).abs().max() < 1e-10
 
 

@@ -185,12 +185,14 @@ REPAIR = "run `qflux cache verify --repair`, then `qflux cache`, with the same c
 def text_tensors(text: TextEmbedding) -> dict[str, Tensor]:
     """A prompt as its entry holds it."""
     pooled = {} if text.pooled is None else {"pooled": text.pooled}
-    return {"tokens": text.tokens} | pooled | ({"cut": torch.ones(1)} if text.is_cut else {})
+    places = {"places": torch.tensor(text.places)} if text.places else {}
+    return {"tokens": text.tokens} | pooled | places | ({"cut": torch.ones(1)} if text.is_cut else {})
 
 
 def text_from(tensors: Mapping[str, Tensor]) -> TextEmbedding:
     """The inverse of `text_tensors`."""
-    return TextEmbedding(tensors["tokens"], tensors.get("pooled"), "cut" in tensors)
+    places = tensors["places"].tolist() if "places" in tensors else ()
+    return TextEmbedding(tensors["tokens"], tensors.get("pooled"), "cut" in tensors, tuple(places))
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,13 @@ _NO_SUM, _NO_SHA = "0" * 8, "0" * 64
 _BLOCK = 4096
 """Words of 64 bits."""
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+}
 
 
 class BrokenEntry(Exception):  # noqa: N818  (says what is wrong; callers make errors for users of it)

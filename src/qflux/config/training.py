@@ -100,6 +100,14 @@ class TrainSettings(Section):
     control_dropout: float = Field(
         default=0.0, ge=0, lt=1, description="share of visits without control images", json_schema_extra=DECIDES
     )
+    noises_per_sample: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="noisy targets of a sample at each visit, all in one micro-batch; where text and controls do not "
+        "see the target (qwen-image-2.1) they are computed once for all of them, elsewhere once for each",
+        json_schema_extra=DECIDES,
+    )
     gradient_checkpointing: bool | int = Field(
         default=True,
         description="true: every block computes its activations again; k: every k-th; false: none",

@@ -48,6 +48,10 @@ class ImagePolicy(Protocol):
     def size_multiple(self) -> int:
         """Heights and widths of images are multiples of this many pixels."""
 
+    @property
+    def has_alpha(self) -> bool:
+        """Images have an opacity."""
+
     def check_controls(self, count: int, what: str) -> None:
         """A `DataError` if a sample can't have this many controls."""
 
@@ -189,14 +193,14 @@ def _make(listed: ListedSample, facts: Sequence[ImageFacts], processor: ImagePro
     controls = []
     for number, (ref, fact) in enumerate(zip(listed.controls, of_controls, strict=True)):
         own = processor.control(number, *fact.size, transform, str(ref))
-        controls.append(SampleImage(ref, fact, own, policy.prompt_view(number, fact.size, own)))
+        controls.append(SampleImage(ref, fact, own, policy.prompt_view(number, fact.size, own), policy.has_alpha))
     if of_mask and of_mask.size != of_target.size:
         sizes = " and ".join(f"{fact.width}x{fact.height}" for fact in (of_mask, of_target))
         raise DataError(
             f"{listed.mask}: the mask and its target differ in size: {sizes}", "give the mask the target's size."
         )
     images = SampleImages(
-        SampleImage(listed.target, of_target, transform),
+        SampleImage(listed.target, of_target, transform, has_alpha=policy.has_alpha),
         tuple(controls),
         listed.mask,
         of_mask.hash if of_mask else None,

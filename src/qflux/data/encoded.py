@@ -5,7 +5,7 @@ Shapes: l text tokens; m target tokens and k tokens of one control of a sample; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -63,11 +63,14 @@ class TextEmbedding:
     pooled: Tensor | None = None
     is_cut: bool = False
     """The prompt was longer than allowed."""
+    places: tuple[int, ...] = ()
+    """Its tokens before each control, in families that have controls inside the text."""
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> TextEmbedding:
         """The same on another device, and in another dtype if one is given; nothing waits for the copy."""
         pooled = None if self.pooled is None else upload(self.pooled.to(dtype or self.pooled.dtype), device)
-        return TextEmbedding(upload(self.tokens.to(dtype or self.tokens.dtype), device), pooled, self.is_cut)
+        tokens = upload(self.tokens.to(dtype or self.tokens.dtype), device)
+        return replace(self, tokens=tokens, pooled=pooled)
 
 
 class Variant(NamedTuple):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from PIL import Image
 
-from qflux.data.images.decode import ImageFacts, ImageRef, load_rgb
+from qflux.data.images.decode import ImageFacts, ImageRef, load_rgb, load_rgba
 from qflux.data.images.sizes import Transform
 from qflux.ragged.shapes import Shapes
 
@@ -29,14 +29,19 @@ class SampleImage:
     transform: Transform
     view: Transform | None = None
     """How the text encoder sees it, if it does."""
+    has_alpha: bool = False
+    """It is trained with its opacity."""
 
     def load(self) -> Image.Image:
         """The image at training size; an error if it is not the one whose header was read."""
-        return self.transform(load_rgb(self.ref, self.facts.hash))
+        return self.transform(self._read())
 
     def load_view(self) -> Image.Image | None:
         """The image as the text encoder sees it, if it does."""
-        return self.view(load_rgb(self.ref, self.facts.hash)) if self.view else None
+        return self.view(self._read()) if self.view else None
+
+    def _read(self) -> Image.Image:
+        return (load_rgba if self.has_alpha else load_rgb)(self.ref, self.facts.hash)
 
 
 @dataclass(frozen=True)

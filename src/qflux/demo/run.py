@@ -22,7 +22,7 @@ from qflux.adapters.attach import Weighted
 from qflux.cache.build import Listener as CacheListener
 from qflux.commands import Trainer
 from qflux.config import Config, load_config
-from qflux.data.images.decode import load_rgb
+from qflux.data.images.decode import load_rgb, to_rgb
 from qflux.data.lint.pictures import sample_tokens
 from qflux.data.sample import Sample
 from qflux.demo.data import write_data_set
@@ -150,7 +150,7 @@ def run_demo(config: Config, progress: Progress) -> DemoSummary:
     dataset = trainer.samples()
     held_out = [sample for sample in dataset.held_out if sample.images]
     before, after = _predictions(trainer.predictor([Weighted(result.adapter)]), held_out, config, progress)
-    wanted = [sample.own_images.target.load() for sample in held_out]
+    wanted = [to_rgb(sample.own_images.target.load()) for sample in held_out]
     run = RunFolder(config.run_dir)
     shown = _different(held_out)
     grid = _grid([(held_out[k], before[k], after[k], wanted[k]) for k in shown])
@@ -234,7 +234,8 @@ def _predictions(
 
     def draw(first: int) -> list[Image.Image]:
         note = f"{len(edits)} images in one batch"
-        return predictor(edits, on_step=lambda n, total: progress("predict", first * total + n, 2 * total, note))
+        images = predictor(edits, on_step=lambda n, total: progress("predict", first * total + n, 2 * total, note))
+        return list(map(to_rgb, images))
 
     with predictor.without_adapters():
         before = draw(0)

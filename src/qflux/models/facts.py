@@ -94,6 +94,10 @@ class Facts:
     """Pipelines of checkpoints with the same transformer that are used in another way, and in which."""
     distilled_from: str | None = None
     """The hub id of what it was made from to need few steps only: that is what to train."""
+    shares_prefix: bool = False
+    """Text and controls do not see the target: they may stand once before several targets."""
+    has_alpha: bool = False
+    """Images have a fourth channel, their opacity."""
     spellings: tuple[str, ...] = ()
     """Patterns of other checkpoints' names that are of this family."""
     original_trainer: str | None = None

@@ -20,6 +20,7 @@ from qflux.losses.timesteps import NoiseShift
 from qflux.models.facts import Facts
 from qflux.ragged.layout import PackedLayout, PaddedLayout, RaggedLayout
 from qflux.ragged.shapes import ImageShape, Shapes
+from qflux.ragged.spans import Arrangement
 
 
 class Encoder(Protocol):
@@ -29,10 +30,13 @@ class Encoder(Protocol):
         """One embedding per prompt; no prompt's result depends on the others."""
 
     def encode_images(self, pixels: Sequence[Tensor]) -> list[Tensor]:
-        """Pixels `(3, H, W)` in [-1, 1], all of one size, as tokens `(n, C)`; in one batch."""
+        """Pixels `(3, H, W)` in [-1, 1], all of one size, as tokens `(n, C)`; in one batch.
+
+        Where images have an opacity, it is a fourth channel.
+        """
 
     def decode_image(self, tokens: Tensor, shape: ImageShape) -> Tensor:
-        """Tokens `(n, C)` as pixels `(3, H, W)`, about [-1, 1]."""
+        """Tokens `(n, C)` as pixels `(3, H, W)`, about [-1, 1], or `(4, H, W)`."""
 
     def noise(self, shape: ImageShape, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         """The noise tokens `(n, C)` that the reference pipeline draws for an image of this shape."""
@@ -47,14 +51,21 @@ class ModelInputs:
     shapes: Sequence[Shapes]
     text: Sequence[TextEmbedding]
     sigma: Tensor
-    """`(B,)` noise levels in [0, 1]."""
+    """`(R,)` noise levels in [0, 1] of the targets, of which a sample has one; several, where they share its prefix."""
     guidance: float
     padded: bool = False
     """Run the padded reference instead of the packed layout."""
+    onward: Tensor | None = None
+    """Noise levels that sampling goes on to; none in training, where a step leads nowhere."""
 
-    def layout(self) -> RaggedLayout:
-        lengths, images = [len(text.tokens) for text in self.text], [shapes.images for shapes in self.shapes]
-        packed = PackedLayout.from_shapes(lengths, images, self.images.device)
+    @property
+    def text_lengths(self) -> list[int]:
+        return [len(text.tokens) for text in self.text]
+
+    def layout(self, arrangements: Sequence[Arrangement] | None = None) -> RaggedLayout:
+        """Where the tokens lie; `arrangements` are for families whose images do not simply follow the text."""
+        images = [shapes.images for shapes in self.shapes]
+        packed = PackedLayout.from_shapes(self.text_lengths, images, self.images.device, arrangements)
         return PaddedLayout.of(packed) if self.padded else packed
 
 
@@ -98,6 +109,11 @@ class Arithmetic:
     """In attention, for every pair of tokens of a sample."""
 
 
+def all_pairs(text: int, shapes: Shapes) -> int:
+    """Every token sees every token."""
+    return (text + shapes.tokens) ** 2
+
+
 @dataclass(frozen=True)
 class Family:
     """Everything the shared code needs to know about a family."""
@@ -138,6 +154,12 @@ class Family:
     """Of LoRA keys that diffusers' pipeline loads together with their alphas."""
     original_names: Callable[[Iterable[str]], dict[str, tuple[str, ...]]]
     """What the model's authors call its layers, where that is not diffusers' name: from the names of all layers."""
+    pairs: Callable[[int, Shapes], int] = all_pairs
+    """Pairs of tokens of which one sees the other, in a sample with so many text tokens and these images."""
+    lone_view: Callable[[int, int], Transform] | None = None
+    """The same for an image that is the only one, where that makes a difference."""
+    result_like: int = 0
+    """Which image the reference pipeline takes the result's size from; the last one is -1."""
     lora_alphas: bool = True
     """diffusers' pipeline reads alphas beside the matrices. Where it does not, the strength is in the matrices."""
     swapped_names: frozenset[str] = frozenset()
@@ -164,6 +186,10 @@ class Family:
     @property
     def size_multiple(self) -> int:
         return self.facts.size_multiple
+
+    @property
+    def has_alpha(self) -> bool:
+        return self.facts.has_alpha
 
     def check_controls(self, count: int, what: str) -> None:
         """An error if a sample can't have this many controls."""

@@ -29,15 +29,23 @@ _WEIGHTS = "diffusion_pytorch_model.safetensors"
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model")
 
 
-def checkpoint_folder(pretrained: str, parts: Sequence[str], download: bool = True, files: str = "*") -> Path:
-    """The local folder of a checkpoint, downloading (`files` of) the named parts if it is a hub id and they may be."""
+INDEX, MODULAR_INDEX = "model_index.json", "modular_model_index.json"
+"""Where a checkpoint says what it is made of."""
+
+
+def checkpoint_folder(
+    pretrained: str, parts: Sequence[str], download: bool = True, files: str = "*", optional: Sequence[str] = ()
+) -> Path:
+    """The local folder of a checkpoint, downloading (`files` of) the named parts if it is a hub id and they may be.
+
+    Not every checkpoint has `optional` parts.
+    """
     folder = local_folder(pretrained)
     if not folder.is_dir():
         if pretrained.count("/") != 1 or pretrained.startswith((".", "/", "~")):
             raise CheckpointError(f"model.pretrained: no folder {pretrained}", "give a diffusers folder or a hub id.")
         try:
-            patterns = [f"{part}/{files}" for part in parts]
-            wanted = ["model_index.json", *patterns]
+            wanted = [INDEX, MODULAR_INDEX, *(f"{part}/{files}" for part in (*parts, *optional))]
             folder = Path(snapshot_download(pretrained, allow_patterns=wanted, local_files_only=not download))
         except Exception as error:
             raise CheckpointError(
@@ -147,6 +155,13 @@ def load_other(loader: Any, folder: Path, part: str) -> Any:
         raise CheckpointError(f"{folder / part} can't be loaded: {error}", _REPAIR) from error
 
 
+def require_template(tokenizer: Any, folder: Any) -> Any:
+    """The tokenizer; an error if it can't write a conversation."""
+    if not tokenizer.chat_template:
+        raise CheckpointError(f"{folder} has no chat template", _REPAIR)
+    return tokenizer
+
+
 def save_checkpoint(components: Any, folder: Path, pipeline: str) -> None:
     """Write components as a checkpoint that diffusers' `pipeline` loads."""
     index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": diffusers.__version__}
@@ -157,7 +172,7 @@ def save_checkpoint(components: Any, folder: Path, pipeline: str) -> None:
         # A subclass of qflux's is saved under the name of the class it extends, or nothing else could load it.
         library = "transformers" if type(component).__module__.startswith("transformers") else "diffusers"
         index[part] = list(getattr(component, "saved_as", (library, type(component).__name__)))
-    write_json(folder / "model_index.json", index)
+    write_json(folder / (MODULAR_INDEX if "Modular" in pipeline else INDEX), index)
 
 
 def identity(folder: Path, parts: Sequence[str], hash_of: Any) -> str:

@@ -23,6 +23,8 @@ _FOLDERS = {
     "qwen-image-edit": "qwen_image",
     "qwen-image-edit-plus": "qwen_image",
     "flux2": "flux2",
+    "flux3": "flux3",
+    "qwen-image-2.1": "qwen_image21",
 }
 """ADD A FAMILY HERE."""
 
@@ -75,21 +77,28 @@ def described(pretrained: str, folder: Path | None = None, override: Path | None
     `override` is the folder of a transformer that takes the place of its own.
     """
     folder = folder or local_folder(pretrained)
-    index = _json(folder / "model_index.json")
+    index = _json(folder / "model_index.json") or _json(folder / "modular_model_index.json")
     transformer = _json((override or folder / "transformer") / "config.json")
     heads, channels = (transformer.get(key) for key in ("num_attention_heads", "attention_head_dim"))
     text, guidance = transformer.get("joint_attention_dim"), transformer.get("guidance_embeds")
-    named = index.get("transformer")
-    class_name = transformer.get("_class_name") or (named[-1] if isinstance(named, list) and named else None)
+    class_name = transformer.get("_class_name") or _class_in(index.get("transformer"))
     return Described(
         name=pretrained,
         pipeline=index.get("_class_name"),
         transformer=class_name if isinstance(class_name, str) else None,
-        is_distilled=index.get("is_distilled") is True,
+        is_distilled=index.get("is_distilled") is True or transformer.get("flow_map") is True,
         width=heads * channels if isinstance(heads, int) and isinstance(channels, int) else None,
         text_channels=text if isinstance(text, int) else None,
         embeds_guidance=guidance if isinstance(guidance, bool) else None,
     )
+
+
+def _class_in(entry: Any) -> Any:
+    """The class of a part: behind its library, or in the hint that a modular pipeline gives instead."""
+    if not isinstance(entry, list) or not entry:
+        return None
+    hint = entry[-1].get("type_hint") if isinstance(entry[-1], dict) else entry
+    return hint[-1] if isinstance(hint, list) and hint else None
 
 
 def families_of(checkpoint: Described) -> list[str]:

@@ -16,6 +16,7 @@ variable-length flash call for all samples wins.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any, cast
@@ -29,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 LONG_SAMPLE = 2048
 """Mean tokens per sample from which one cuDNN call per sample beats one variable-length call for all."""
 
-_BY_SPEED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+BY_SPEED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _WITH_MASK = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -41,16 +42,23 @@ def ragged_attention(
     `offsets_host` holds the same numbers as `offsets`, so that no kernel choice or slice waits for the device.
     """
     lengths = [end - start for start, end in pairwise(offsets_host)]
-    query, key, value = _under_autocast(query, key, value)
-    if _prefers_varlen(query, lengths):
+    if not len(query):
+        return nothing(query, key, value)
+    query, key, value = under_autocast(query, key, value)
+    if prefers_varlen(query, lengths):
         from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  (registers CUDA ops on import)
 
         longest = max(lengths)
         return cast(Tensor, varlen_attn(query, key, value, offsets, offsets, longest, longest))
     samples = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-    with sdpa_kernel(_BY_SPEED, set_priority=True):
+    with sdpa_kernel(BY_SPEED, set_priority=True):
         out = torch.cat([_attend_one(q, k, v) for q, k, v in samples])
     return contiguous_gradient(out)
+
+
+def nothing(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of no tokens at all, of which all three have their part in the graph, and so a gradient of zeros."""
+    return query + key + value
 
 
 def contiguous_gradient(attended: Tensor) -> Tensor:
@@ -71,12 +79,17 @@ class _ContiguousGradient(torch.autograd.Function):
         return grad.contiguous()
 
 
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor) -> Tensor:
-    """Attention over a padded batch: `(B * S, H, D)` each, `key_mask` `(B, S)` true where a key is valid."""
-    batch = key_mask.shape[0]
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Attention over a padded batch: `(B * S, H, D)` each.
+
+    `mask` is true where a key is valid, `(B, S)`, or where the query of a row sees the key of a column, `(B, S, S)`.
+    """
+    batch = mask.shape[0]
+    if not len(query):
+        return nothing(query, key, value)
     q, k, v = (rearrange(x, "(b s) h d -> b h s d", b=batch) for x in (query, key, value))
     with sdpa_kernel(_WITH_MASK):  # cuDNN's reads out of bounds on a masked batch of this kind (torch 2.11)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=key_mask[:, None, None, :])
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.view(batch, 1, -1, mask.shape[-1]))
     return rearrange(out, "b h s d -> (b s) h d")
 
 
@@ -85,7 +98,7 @@ def _attend_one(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return rearrange(F.scaled_dot_product_attention(q, k, v), "1 h s d -> s h d")
 
 
-def _under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What autocast does before torch's own attention: norms ran in float32, attention runs in the autocast dtype."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
@@ -94,7 +107,8 @@ def _under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) for x in tensors)
 
 
-def _prefers_varlen(query: Tensor, lengths: list[int]) -> bool:
+def prefers_varlen(query: Tensor, lengths: Sequence[int]) -> bool:
+    """Whether one variable-length call beats a call for each of these numbers of queries."""
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return False
     if not _has_varlen(query.device.index):

@@ -27,6 +27,7 @@ def ready(tokens: Tensor) -> bool:
     return (
         HAS_TRITON
         and tokens.is_cuda
+        and len(tokens) > 0
         and tokens.dtype in (torch.bfloat16, torch.float16)
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cuda")
@@ -47,13 +48,23 @@ def is_plain(linear: nn.Module, tokens: Tensor) -> TypeGuard[nn.Linear]:
     )
 
 
-def norm_modulate(tokens: Tensor, eps: float, scale: Tensor, shift: Tensor, row: Tensor) -> Tensor:
+def norm_modulate(tokens: Tensor, eps: float, scale: Tensor, shift: Tensor | None, row: Tensor) -> Tensor:
     """`layer_norm(tokens) * (1 + scale) + shift` of `(T, C)`, with scale and shift `(R, C)` of each token's row."""
     tokens = tokens.contiguous()
     out = torch.empty_like(tokens)
     width = tokens.shape[1]
     kernels.norm_modulate[(len(tokens),)](
-        tokens, scale, shift, row, out, eps, scale.stride(0), shift.stride(0), width, _power_of_2(width), num_warps=8
+        tokens,
+        scale,
+        shift,
+        row,
+        out,
+        eps,
+        scale.stride(0),
+        0 if shift is None else shift.stride(0),
+        width,
+        _power_of_2(width),
+        num_warps=8,
     )
     return out
 
@@ -70,9 +81,17 @@ def add_gated(tokens: Tensor, gate: Tensor, update: Tensor, row: Tensor) -> Tens
 
 
 def place_heads(
-    out: Tensor, x: Tensor, rows: Tensor | None = None, norm: nn.Module | None = None, rotary: Tensor | None = None
+    out: Tensor,
+    x: Tensor,
+    rows: Tensor | None = None,
+    norm: nn.Module | None = None,
+    rotary: Tensor | None = None,
+    exact: bool = False,
 ) -> None:
-    """Write `x` `(T, H, D)` to `rows` of `out`, normalised per head, then turned by the positions of those rows."""
+    """Write `x` `(T, H, D)` to `rows` of `out`, normalised per head, then turned by the positions of those rows.
+
+    With `exact`, nothing is rounded in between.
+    """
     count, heads, width = x.shape
     weight = getattr(norm, "weight", None)
     kernels.place_heads[(count,)](
@@ -88,6 +107,7 @@ def place_heads(
         _power_of_2(heads),
         norm is not None,
         not isinstance(norm, nn.RMSNorm),  # diffusers' own class rounds before it applies the weight
+        exact,
         num_warps=4,
     )
 

@@ -17,13 +17,13 @@ def _fits(x: Tensor) -> bool:
     return fused.ready(x) and x.shape[-1].bit_count() == 1
 
 
-def turned_heads(x: Tensor, norm: nn.Module, rotary: Rotary) -> Tensor:
-    """Heads `(T, H, D)` of joint tokens, normalised and turned."""
+def turned_heads(x: Tensor, norm: nn.Module, rotary: Rotary, exact: bool = False) -> Tensor:
+    """Heads `(T, H, D)` of joint tokens, normalised and turned; with `exact`, nothing is rounded in between."""
     if _fits(x):
         out = x.new_empty(x.shape)
-        fused.place_heads(out, x, None, norm, rotary)
+        fused.place_heads(out, x, None, norm, rotary, exact)
         return out
-    return rotate(norm(x), rotary)
+    return rotate(norm(x.float()), rotary).to(x.dtype) if exact else rotate(norm(x), rotary)
 
 
 def join_turned_heads(

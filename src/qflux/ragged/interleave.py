@@ -1,6 +1,7 @@
 """Two token streams of a batch, and the order in which each sample is contiguous.
 
-Stream order is `[first_0 first_1 … | second_0 second_1 …]`, joint order `[first_0 second_0 | first_1 second_1 | …]`.
+Stream order is `[first_0 first_1 … | second_0 second_1 …]`, joint order `[first_0 second_0 | first_1 second_1 | …]`,
+or whatever order a sample's tokens have.
 Text and image tokens are interleaved so for attention, target and control tokens to become the images of a sample.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,14 +34,22 @@ class Interleave:
         first_lengths: Sequence[int],
         second_lengths: Sequence[int],
         device: torch.device | str | None = None,
+        orders: Sequence[Tensor] | None = None,
     ) -> Interleave:
-        """From the number of tokens each sample has in either stream. Computed on the host: nothing waits."""
+        """From the number of tokens each sample has in either stream. Computed on the host: nothing waits.
+
+        `orders` may say for each sample in which order its tokens stand in the joint sequence: `(t,)`, numbers of the
+        first stream's tokens, and behind them of the second's.
+        """
         samples = torch.arange(len(first_lengths))
         first = samples.repeat_interleave(torch.tensor(first_lengths))
         second = samples.repeat_interleave(torch.tensor(second_lengths))
         # A stable sort by sample is the joint order: the first stream comes first within each sample.
         stream_sample = torch.cat([first, second])
         joint_order = torch.argsort(stream_sample, stable=True)
+        if orders is not None:
+            starts = accumulate((len(order) for order in orders), initial=0)
+            joint_order = joint_order[torch.cat([order + start for order, start in zip(orders, starts, strict=False)])]
         parts = (first, second, stream_sample[joint_order], joint_order, torch.argsort(joint_order))
         return cls(*(upload(part, device) for part in parts))
 

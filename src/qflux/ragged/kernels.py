@@ -22,8 +22,10 @@ def norm_modulate(
     source = tl.load(row + token)
     factor = 1.0 + tl.load(scale + source * scale_stride + column, inside).to(tl.float32)
     factor = factor.to(out.dtype.element_ty).to(tl.float32)
-    offset = tl.load(shift + source * shift_stride + column, inside).to(tl.float32)
-    tl.store(out + token * WIDTH + column, (normed * factor + offset).to(out.dtype.element_ty), inside)
+    value = normed * factor
+    if shift is not None:
+        value += tl.load(shift + source * shift_stride + column, inside).to(tl.float32)
+    tl.store(out + token * WIDTH + column, value.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -52,6 +54,7 @@ def place_heads(
     BLOCK: tl.constexpr,
     NORMED: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     target = token if rows is None else tl.load(rows + token)
@@ -65,7 +68,8 @@ def place_heads(
             value = value.to(out.dtype.element_ty).to(tl.float32)
         if weight is not None:
             value = value * tl.load(weight + column).to(tl.float32)
-        value = value.to(out.dtype.element_ty).to(tl.float32)
+        if not EXACT:
+            value = value.to(out.dtype.element_ty).to(tl.float32)
     if rotary is not None:
         turn = tl.load(rotary + target * WIDTH + tl.arange(0, WIDTH)).to(tl.float32)
         cos, sin = tl.split(tl.reshape(turn, (WIDTH // 2, 2)))

@@ -7,9 +7,9 @@ Shape legend, used in all tensor code of qflux:
     C  channels of a token,  H  attention heads,  D  channels of a head
 
 Two streams enter a transformer: all text tokens `(L, C)` and all image tokens `(N, C)`, samples one after another. The
-joint sequence `(T, C)` is `[text_0 | image_0 | text_1 | image_1 | …]`, so that a sample is contiguous. Linear layers,
-norms and MLPs don't care which sample a token belongs to; attention, modulation and positions do, and those three read
-everything they need from here.
+joint sequence `(T, C)` is `[text_0 | image_0 | text_1 | image_1 | …]`, so that a sample is contiguous; where images
+stand inside the text, an `Arrangement` says so. Linear layers, norms and MLPs don't care which sample a token belongs
+to; attention, modulation and positions do, and those three read everything they need from here.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 from qflux.ragged.attention import masked_attention, ragged_attention
 from qflux.ragged.interleave import Interleave
 from qflux.ragged.shapes import ImageShape, image_tokens
+from qflux.ragged.spans import Arrangement, SpanAttention, mask_of
 from qflux.ragged.transfer import upload
 
 
@@ -33,7 +34,7 @@ class RaggedLayout(ABC):
     """Index tensors over the text, image and joint sequences of one batch.
 
     Callers hand over packed tokens and get packed tokens back; what a layout holds in between is its own business.
-    `enter_text`, `enter_image` and `leave_image` are the border.
+    `enter_…` and `leave_…` are the border.
     """
 
     text_lengths: tuple[int, ...]
@@ -83,6 +84,10 @@ class RaggedLayout(ABC):
         """Packed image tokens as this layout holds them."""
 
     @abstractmethod
+    def leave_text(self, tokens: Tensor) -> Tensor:
+        """The inverse of `enter_text`."""
+
+    @abstractmethod
     def leave_image(self, tokens: Tensor) -> Tensor:
         """The inverse of `enter_image`."""
 
@@ -91,8 +96,11 @@ class RaggedLayout(ABC):
 class PackedLayout(RaggedLayout):
     """Valid tokens only: no padding exists anywhere."""
 
+    arrangements: tuple[Arrangement, ...] | None
+    """Of each sample; none where its text comes first, then its images, and everything sees everything."""
     _offsets: Tensor
     _offsets_host: tuple[int, ...]
+    _spans: SpanAttention | None
 
     @classmethod
     def build(
@@ -101,14 +109,18 @@ class PackedLayout(RaggedLayout):
         image_lengths: Sequence[int],
         device: torch.device | str | None = None,
         uniform: bool = False,
+        arrangements: Sequence[Arrangement] | None = None,
     ) -> PackedLayout:
         lengths = (text + image for text, image in zip(text_lengths, image_lengths, strict=True))
+        orders = [sample.order for sample in arrangements] if arrangements else None
         offsets = (0, *accumulate(lengths))
         return cls(
             text_lengths=tuple(text_lengths),
             image_lengths=tuple(image_lengths),
             uniform=uniform,
-            streams=Interleave.build(text_lengths, image_lengths, device),
+            streams=Interleave.build(text_lengths, image_lengths, device, orders),
+            arrangements=tuple(arrangements) if arrangements else None,
+            _spans=SpanAttention.of([sample.spans for sample in arrangements], device) if arrangements else None,
             _offsets=upload(torch.tensor(offsets, dtype=torch.int32), device),
             _offsets_host=offsets,
         )
@@ -119,22 +131,28 @@ class PackedLayout(RaggedLayout):
         text_lengths: Sequence[int],
         img_shapes: Sequence[Sequence[ImageShape]],
         device: torch.device | str | None = None,
+        arrangements: Sequence[Arrangement] | None = None,
     ) -> PackedLayout:
         """The layout of samples with these text lengths and these images (target first)."""
         image_lengths = [image_tokens(shapes) for shapes in img_shapes]
         uniform = len(set(text_lengths)) == 1 and len({tuple(shapes) for shapes in img_shapes}) == 1
-        return cls.build(text_lengths, image_lengths, device, uniform)
+        return cls.build(text_lengths, image_lengths, device, uniform, arrangements)
 
     # A graph break on purpose: a loop over samples inside a compiled graph would be unrolled and compiled anew for
     # every batch size, and no fusion crosses an attention kernel anyway.
     @torch.compiler.disable
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self._spans is not None:
+            return self._spans(query, key, value)
         return ragged_attention(query, key, value, self._offsets, self._offsets_host)
 
     def enter_text(self, tokens: Tensor) -> Tensor:
         return tokens
 
     def enter_image(self, tokens: Tensor) -> Tensor:
+        return tokens
+
+    def leave_text(self, tokens: Tensor) -> Tensor:
         return tokens
 
     def leave_image(self, tokens: Tensor) -> Tensor:
@@ -148,8 +166,8 @@ class PaddedLayout(RaggedLayout):
     Same block code as `PackedLayout`, `B * max(L_b)` text and `B * max(N_b)` image rows, of which some are zeros.
     """
 
-    key_mask: Tensor
-    """`(B, S)` true where a joint token of a padded sample is valid."""
+    mask: Tensor
+    """`(B, S)` true where a joint token of a padded sample is valid, or `(B, S, S)` where one sees another."""
     _text_rows: Tensor
     _image_rows: Tensor
 
@@ -164,19 +182,22 @@ class PaddedLayout(RaggedLayout):
             image_lengths=packed.image_lengths,
             uniform=packed.uniform,
             streams=Interleave.build([text_width] * batch, [image_width] * batch, device),
-            key_mask=torch.cat([text_valid, image_valid], dim=1).to(device),
+            mask=_mask(packed, torch.cat([text_valid, image_valid], dim=1)).to(device),
             _text_rows=text_valid.flatten().nonzero().squeeze(1).to(device),
             _image_rows=image_valid.flatten().nonzero().squeeze(1).to(device),
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return masked_attention(query, key, value, self.key_mask)
+        return masked_attention(query, key, value, self.mask)
 
     def enter_text(self, tokens: Tensor) -> Tensor:
         return _scatter_rows(tokens, self._text_rows, len(self.text_sample))
 
     def enter_image(self, tokens: Tensor) -> Tensor:
         return _scatter_rows(tokens, self._image_rows, len(self.image_sample))
+
+    def leave_text(self, tokens: Tensor) -> Tensor:
+        return tokens.index_select(0, self._text_rows)
 
     def leave_image(self, tokens: Tensor) -> Tensor:
         return tokens.index_select(0, self._image_rows)
@@ -185,6 +206,17 @@ class PaddedLayout(RaggedLayout):
 def padding_ratio(*batches: Sequence[int]) -> float:
     """The share of padded batches of these lengths that would be padding."""
     return 1.0 - sum(map(sum, batches)) / sum(len(lengths) * max(lengths) for lengths in batches)
+
+
+def _mask(packed: PackedLayout, valid: Tensor) -> Tensor:
+    """What sees what in padded samples. Their joint order is text, then images: only the mask knows another one."""
+    if packed.arrangements is None:
+        return valid
+    mask = torch.eye(valid.shape[1], dtype=torch.bool).repeat(len(valid), 1, 1)  # padding sees itself, not nothing
+    for row, sample in enumerate(packed.arrangements):
+        places = valid[row].nonzero().squeeze(1)[sample.order]
+        mask[row, places[:, None], places] = mask_of(sample.spans)
+    return mask
 
 
 def _valid(lengths: Sequence[int], width: int) -> Tensor:

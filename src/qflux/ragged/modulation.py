@@ -17,10 +17,12 @@ from qflux.ragged import fused
 _FP16_MAX = 65504
 
 
-def norm_modulate(norm: nn.LayerNorm, tokens: Tensor, scale: Tensor, shift: Tensor, row: Tensor) -> Tensor:
+def norm_modulate(norm: nn.LayerNorm, tokens: Tensor, scale: Tensor, shift: Tensor | None, row: Tensor) -> Tensor:
     """`norm(tokens) * (1 + scale) + shift` of `(T, C)`, with scale and shift `(R, C)` of each token's own row."""
     if fused.ready(tokens):
         return fused.norm_modulate(tokens, norm.eps, scale, shift, row)
+    if shift is None:
+        return norm(tokens) * take(1 + scale, row)
     return torch.addcmul(take(shift, row), norm(tokens), take(1 + scale, row))
 
 

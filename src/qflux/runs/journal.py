@@ -94,7 +94,8 @@ class Journal:
     def step(self, report: StepReport, samples: Iterable[Sample]) -> None:
         """A step is done, on these samples."""
         self._metrics.append(asdict(report))
-        self._ledger.record(report.step, report.epoch, samples, left_out=report.skipped)
+        noises = report.noises // report.samples
+        self._ledger.record(report.step, report.epoch, samples, noises, left_out=report.skipped)
         self._track(lambda tracker: tracker.log(report.step, report.numbers()))
         if self._listener:
             self._listener(report)

@@ -32,9 +32,12 @@ class Coverage:
     epochs: int
     """Epochs begun."""
     skipped: tuple[str, ...]
+    noises: int = 0
+    """Noisy targets of all visits."""
 
     def __str__(self) -> str:
-        text = f"{self.trained} of {self.samples} samples trained, {self.visits} visits in {self.epochs} epochs"
+        drawn = f" with {self.noises} noises" if self.noises > self.visits else ""
+        text = f"{self.trained} of {self.samples} samples trained, {self.visits} visits{drawn} in {self.epochs} epochs"
         return text + (f", {len(self.skipped)} skipped" if self.skipped else "")
 
 
@@ -53,15 +56,17 @@ class Ledger:
         head = [_sample(sample, pixels_per_token) for sample in samples] + [_skipped(fault) for fault in skipped]
         keep_lines(path, lambda line: _is_step(line) and line["step"] <= steps_done, head)
 
-    def record(self, step: int, epoch: int, samples: Iterable[Sample], left_out: bool = False) -> None:
-        """Step `step`, counted from 1, is done; or it was left out, because its loss was not finite."""
+    def record(self, step: int, epoch: int, samples: Iterable[Sample], noises: int = 1, left_out: bool = False) -> None:
+        """Step `step`, counted from 1, is done, with so many noises of each sample; or its loss was not finite, and it
+        was left out."""
         kind, ids = "left out" if left_out else "step", [sample.id for sample in samples]
-        append_line(self._path, {"kind": kind, "step": step, "epoch": epoch, "samples": ids})
+        drawn = {"noises": noises} if noises > 1 else {}
+        append_line(self._path, {"kind": kind, "step": step, "epoch": epoch, "samples": ids, **drawn})
 
 
 def coverage(path: Path) -> Coverage:
     """The sum of a ledger."""
-    samples, skipped, epochs = set(), [], set()
+    samples, skipped, epochs, noises = set(), [], set(), 0
     visits: Counter[str] = Counter()
     for line in read_ledger(path):
         if line["kind"] == "sample":
@@ -70,9 +75,10 @@ def coverage(path: Path) -> Coverage:
             skipped.append(f"{line.get('what')}: {line.get('reason')}")
         elif line["kind"] == "step" and _is_step(line):
             visits.update(map(str, line["samples"]))
+            noises += len(line["samples"]) * int(line.get("noises", 1))
             epochs.add(line["epoch"])
     trained = len(samples & visits.keys())  # samples that are gone by now may have trained too
-    return Coverage(len(samples), trained, visits.total(), len(epochs), tuple(skipped))
+    return Coverage(len(samples), trained, visits.total(), len(epochs), tuple(skipped), noises)
 
 
 def read_ledger(path: Path) -> Iterator[dict[str, Any]]:

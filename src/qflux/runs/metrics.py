@@ -30,6 +30,9 @@ class StepReport:
     skipped_steps: int
     """So far in this run, since it was last started."""
     samples: int
+    """Visits to samples."""
+    noises: int
+    """Noisy targets: as many, or `train.noises_per_sample` times as many."""
     tokens: int
     """Valid text and image tokens."""
     padding_avoided: float
@@ -41,6 +44,7 @@ class StepReport:
     """Of these, waiting for data."""
     tokens_per_second: float
     samples_per_second: float
+    noises_per_second: float
     utilisation: float | None
     """Model FLOP per second over the devices' peak, where it is known."""
     peak_memory_gib: float | None

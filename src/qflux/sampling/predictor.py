@@ -81,11 +81,7 @@ class Predictor:
         latents = self._denoised(prepared, steps, guidance, on_step)
         with torch.no_grad():
             pixels = [self._encoder.decode_image(t, item.target) for t, item in zip(latents, prepared, strict=True)]
-        images = [to_image(image) for image in pixels]
-        return [
-            image if item.exact is None else image.resize(item.exact, Image.Resampling.LANCZOS)
-            for image, item in zip(images, prepared, strict=True)
-        ]
+        return [_finished(to_image(image), item) for image, item in zip(pixels, prepared, strict=True)]
 
     def latents(
         self,
@@ -160,6 +156,13 @@ class Predictor:
         if text not in self._warned:
             self._warned.add(text)
             logger.warning("%s", text)
+
+
+def _finished(image: Image.Image, edit: Prepared) -> Image.Image:
+    """The image at the size that was asked for."""
+    if edit.kept is not None:
+        image = image.crop(edit.kept)
+    return image if edit.exact is None else image.resize(edit.exact, Image.Resampling.LANCZOS)
 
 
 def load_predictor(pretrained: Pretrained, config: Config, adapters: Sequence[Weighted] = ()) -> Predictor:

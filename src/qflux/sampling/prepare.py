@@ -12,7 +12,7 @@ from PIL import Image
 
 from qflux.config import ProcessorSettings
 from qflux.data.encoded import Prompt
-from qflux.data.images.decode import to_rgb
+from qflux.data.images.decode import to_rgb, to_rgba
 from qflux.data.images.pixels import to_pixels
 from qflux.data.images.sizes import AskedSize, ImageProcessor, Size, Transform, possible_size
 from qflux.errors import DataError
@@ -85,10 +85,12 @@ class Preparer:
         own = sizes[0] if sizes else (1024, 1024)
         if asked is not None:
             target = self._transform_to(asked, own, bool(sizes))
-        elif self._processor is None:
-            target = self._family.reference_view(*own)
-        else:
+        elif self._processor is not None:
             target = self._processor.target(*own)
+        else:
+            view = self._family.reference_view
+            views = [(self._family.lone_view or view if len(sizes) == 1 else view)(*pixels) for pixels in sizes]
+            return (views[self._family.result_like] if views else view(*own)).size, views
         if self._processor is None:
             further = [self._family.reference_view(*pixels) for pixels in sizes[1:]]
             return target.size, [target, *further] if sizes else []
@@ -118,7 +120,7 @@ class Preparer:
         """Encode an edit."""
         self._family.check_controls(len(edit.controls), "edit")
         controls, shapes, seen = [], [], []
-        images = list(map(to_rgb, edit.controls))
+        images = list(map(to_rgba if self._family.has_alpha else to_rgb, edit.controls))
         size, transforms = self.transforms([image.size for image in images], edit.size)
         for index, (image, transform) in enumerate(zip(images, transforms, strict=True)):
             controls.append(self._encoder.encode_images([to_pixels(transform(image))])[0].to(self._device))
@@ -140,6 +142,7 @@ class Preparer:
             text=text,
             negative=negative[0] if negative else None,
             exact=images[0].size if edit.size == "input" else None,
+            kept=transforms[self._family.result_like].kept if transforms and edit.size is None else None,
         )
 
     def _grid(self, size: Size) -> ImageShape:

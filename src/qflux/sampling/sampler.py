@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qflux.data.encoded import TextEmbedding
+from qflux.data.images.sizes import Box
 from qflux.errors import ConfigError
 from qflux.losses.timesteps import NoiseShift
 from qflux.models.family import Family, ModelInputs
@@ -22,6 +23,7 @@ from qflux.ragged.interleave import Interleave
 from qflux.ragged.shapes import ImageShape, Shapes
 
 OnStep = Callable[[int, int], None]
+Velocity = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Prepared:
     negative: TextEmbedding | None = None
     exact: tuple[int, int] | None = None
     """`(width, height)` that the finished image is brought to, where that is no whole number of tokens."""
+    kept: Box | None = None
+    """What of the finished image is kept, where more was made than asked for."""
 
     @property
     def target(self) -> ImageShape:
@@ -81,9 +85,7 @@ class Sampler:
         sigmas, timesteps = schedules(self._scheduler, shift, targets, steps, noise.device)
         return list(denoise(velocity, noise, sample, sigmas, timesteps, on_step).split(targets))
 
-    def _velocity(
-        self, edits: Sequence[Prepared], targets: list[int], guidance: float, scale: float
-    ) -> Callable[[Tensor, Tensor], Tensor]:
+    def _velocity(self, edits: Sequence[Prepared], targets: list[int], guidance: float, scale: float) -> Velocity:
         """The guided velocity of all edits; conditional and unconditional samples run in one ragged batch."""
         guided = [index for index, edit in enumerate(edits) if edit.negative is not None and scale > 1]
         rows = [*range(len(edits)), *guided]
@@ -93,10 +95,10 @@ class Sampler:
         lengths = [targets[row] for row in rows]
         images = Interleave.build(lengths, [len(edits[row].controls) for row in rows], controls.device)
 
-        def velocity(latents: Tensor, sigma: Tensor) -> Tensor:
+        def velocity(latents: Tensor, sigma: Tensor, onward: Tensor) -> Tensor:
             parts = latents.split(targets)
             noisy = torch.cat([parts[row] for row in rows])
-            inputs = ModelInputs(images.join(noisy, controls), shapes, text, sigma[rows], guidance)
+            inputs = ModelInputs(images.join(noisy, controls), shapes, text, sigma[rows], guidance, onward=onward[rows])
             predicted = list(images.split(self._family.velocity(self._transformer, inputs))[0].split(lengths))
             for place, row in enumerate(guided):
                 predicted[row] = self._family.combine(predicted[row], predicted[len(edits) + place], scale)
@@ -129,7 +131,7 @@ def _one_schedule(
 
 
 def denoise(
-    velocity: Callable[[Tensor, Tensor], Tensor],
+    velocity: Velocity,
     latents: Tensor,
     sample: Tensor,
     sigmas: Tensor,
@@ -139,13 +141,14 @@ def denoise(
     """Integrate `latents` `(M, C)` from noise to image.
 
     Args:
-        velocity: predicts `(M, C)` from latents `(M, C)` and the level `(B,)` of each sample.
+        velocity: predicts `(M, C)` from latents `(M, C)`, the level `(B,)` of each sample and the one it goes on to.
         sample: `(M,)` the sample of each token.
         sigmas, timesteps: from `schedules`.
         on_step: called with the number of steps done and their total.
     """
+    levels = torch.cat([timesteps, torch.zeros_like(timesteps[:1])])
     for index in range(len(timesteps)):
-        predicted = velocity(latents, timesteps[index])
+        predicted = velocity(latents, levels[index], levels[index + 1])
         change = (sigmas[index + 1] - sigmas[index])[sample][:, None]
         latents = (latents.float() + change * predicted).to(latents.dtype)
         if on_step:

@@ -80,6 +80,10 @@ class _Policy:
     def size_multiple(self) -> int:
         return self.facts.size_multiple
 
+    @property
+    def has_alpha(self) -> bool:
+        return self.facts.has_alpha
+
     def prompt_view(self, index: int, size: tuple[int, int], transform: Transform) -> Transform | None:
         return None
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from itertools import tee
 
 import torch
-from torch import Tensor
 
 from qflux.cache.encode import OpenedSample, encode_sample, open_sample
 from qflux.config import Config
-from qflux.data.batch import Batch, NoisySample
+from qflux.data.batch import Batch, Draw, NoisySample
 from qflux.data.encoded import COMPLETE, EncodedSample, Variant
+from qflux.data.noises import Noises
 from qflux.data.plan import Batching, MicroBatch, PlannedStep, TrainingPlan
 from qflux.data.reader import read_ahead
 from qflux.data.sample import Sample, names
@@ -65,23 +65,27 @@ class SampleReader:
 
 def training_plan(config: Config, facts: Facts, samples: Sequence[Sample], world_size: int = 1) -> TrainingPlan:
     """The plan of a run. A sample that no micro-batch can hold is an error that names it."""
-    budget = config.data.max_tokens
-    large = [f"{sample.name} ({sample.tokens} tokens)" for sample in samples if budget and sample.tokens > budget]
+    budget, noises = config.data.max_tokens, Noises.of(config)
+    lengths = [noises.tokens(sample) for sample in samples]
+    named = zip(samples, lengths, strict=True)
+    large = [f"{sample.name} ({tokens} tokens)" for sample, tokens in named if budget and tokens > budget]
     if large:
+        drawn = f", with {noises.per_visit} noises each," if noises.per_visit > 1 else ""
+        fewer = ", or lower train.noises_per_sample" if noises.per_visit > 1 else ""
         raise DataError(
-            f"{len(large)} samples are larger than data.max_tokens {budget}: {', '.join(large[:10])}",
-            "raise data.max_tokens, or choose smaller areas in data.processor.",
+            f"{len(large)} samples{drawn} are larger than data.max_tokens {budget}: {', '.join(large[:10])}",
+            f"raise data.max_tokens, or choose smaller areas in data.processor{fewer}.",
         )
     return TrainingPlan(
-        [sample.tokens for sample in samples],
+        lengths,
         Batching.of(config, world_size, facts.attention_tokens),
         config.seed,
         [sample.rate for sample in samples],
     )
 
 
-_Drawn = tuple[Sample, EncodedSample | OpenedSample, float, Tensor, float]
-"""A sample as it comes out of a thread: what was read, noise level, noise and weight."""
+_Drawn = tuple[Sample, EncodedSample | OpenedSample, tuple[Draw, ...]]
+"""A sample as it comes out of a thread: what was read, and what was drawn."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,7 @@ class Batches:
         self._reader = reader
         self._levels = levels
         self._channels = channels
+        self._noises = Noises.of(config)
         self._world = world
         self._device = device
         self._dtype = dtype_of(config.model.dtype)
@@ -161,8 +166,8 @@ class Batches:
         In the last step of an epoch a rank may have nothing to do. The others' collectives need it all the same, so it
         computes a sample of another rank with weight 0.
         """
-        targets = sum(self._samples[visit.sample].shapes.target_tokens for visit in planned.visits)
-        size = StepSize(targets, planned.samples)
+        targets, noises = [self._samples[visit.sample].shapes.target_tokens for visit in planned.visits], self._noises
+        size = StepSize(noises.per_visit * sum(targets), noises.per_visit * planned.samples)
         cheapest = min(planned.visits, key=lambda visit: self._samples[visit.sample].shapes.tokens)
         return [_Part(visits or (cheapest,), size, counts=bool(visits)) for visits in planned.ranks[self._world.rank]]
 
@@ -173,18 +178,17 @@ class Batches:
     def _draw(self, sample: Sample, visit: int, part: _Part) -> _Drawn:
         config, tokens = self._config, sample.shapes.target_tokens
         variant = COMPLETE if part.drops_nothing else drawn_variant(config, sample.id, visit)
-        read = self._reader.read(sample, variant)
-        sigma, noise = self._levels.draw(config.seed, sample.id, visit, tokens, self._channels)
-        weight = sample_weight(config.loss, part.size, tokens, sigma, sample.is_prior)
-        return sample, read, sigma, noise, weight if part.counts else 0.0
+        read, draws = self._reader.read(sample, variant), []
+        for number in self._noises.numbers(visit):
+            sigma, noise = self._levels.draw(config.seed, sample.id, number, tokens, self._channels)
+            weight = sample_weight(config.loss, part.size, tokens, sigma, sample.is_prior)
+            draws.append(Draw(sigma, noise, weight if part.counts else 0.0))
+        return sample, read, tuple(draws)
 
     def _collated(self, part: _Part, drawn: list[_Drawn]) -> Batch:
         """In the loop: encode what is not encoded yet, and put the samples into one batch."""
-        items = [
-            NoisySample(sample, self._reader.finish(read), sigma, noise, weight)
-            for sample, read, sigma, noise, weight in drawn
-        ]
-        return Batch.collate(items, self._device, self._dtype, part.counts)
+        items = [NoisySample(sample, self._reader.finish(read), draws) for sample, read, draws in drawn]
+        return Batch.collate(items, self._device, self._dtype, part.counts, self._noises.shares_prefix)
 
     def _describe(self, part: _Part) -> str:
         return names([self._samples[visit.sample] for visit in part.visits])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qflux.config import Config
 from qflux.data.encoded import COMPLETE, NO_CAPTION, EncodedSample, Variant
-from qflux.data.images.decode import ImageFile, load_rgb
+from qflux.data.images.decode import ImageFile, load_rgb, load_rgba, to_rgb
 from qflux.data.images.pixels import to_image
 from qflux.data.lint.alignment import drift_between
 from qflux.data.sample import Sample
@@ -61,14 +61,14 @@ def prepare_own_edits(config: Config, pretrained: Pretrained) -> list[PreparedEd
     made: list[PreparedEdit] = []
     try:
         for number, own in enumerate(config.validation.edits):
-            images = tuple(load_rgb(ImageFile(path)) for path in own.images)
+            images = tuple(load_rgba(ImageFile(path)) for path in own.images)
             name = own.name or (own.images[0].name if own.images else f"edit {number + 1}")
             same = sum(other.name.split(" #")[0] == name for other in made)
             name = f"{name} #{same + 1}" if same else name  # reports tell edits apart by their names
             # Guided validation is against the empty prompt, as for held-out samples.
             negative = "" if config.validation.true_cfg_scale > 1 else None
             _, transforms = prepare.transforms([image.size for image in images])
-            shown = tuple(transform(image) for transform, image in zip(transforms, images, strict=True))
+            shown = tuple(transform(to_rgb(image)) for transform, image in zip(transforms, images, strict=True))
             prepared = prepare(Edit(images, own.prompt, negative_prompt=negative, seed=own.seed))
             made.append(PreparedEdit(name, own.prompt, prepared.to("cpu"), shown))
         return made
@@ -168,7 +168,7 @@ class DrawnEdits:
     def _decode(self, latents: Tensor, shape: ImageShape) -> Image.Image:
         tokens = latents.to(self._device, self._dtype)
         with torch.no_grad():
-            return to_image(self._encoder.decode_image(tokens, shape))
+            return to_rgb(to_image(self._encoder.decode_image(tokens, shape)))
 
 
 def _varied(samples: Sequence[Sample], count: int) -> list[Sample]:

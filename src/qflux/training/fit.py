@@ -102,7 +102,7 @@ def fit(
             objective=Objective(config.loss),
             state=TrainingState(build_update(config, model, world, device, course.total), course.plan),
             checkpoints=course.checkpoints,
-            metrics=Metrics(world, device),
+            metrics=Metrics(world, device, config.train.noises_per_sample, family.pairs),
             reporter=_reporter(config, model, world, device),
             held_out=course.held_out or None,
             edits=_edits(config, pretrained, dataset, course.reader, own),

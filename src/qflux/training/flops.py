@@ -6,8 +6,6 @@ once for their own gradients. Recomputation and padding are not counted, so they
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from qflux.models.family import Arithmetic
@@ -50,9 +48,6 @@ class StepFlops:
         self._passes = 3 if trains_all else 2
         """Of linear layers: forward, the inputs' gradients, and the weights' where they train."""
 
-    def __call__(self, lengths: Iterable[int]) -> float:
-        """FLOP of a step on samples of these lengths, text and images together."""
-        counts = list(lengths)
-        linear = self._arithmetic.per_token * sum(counts)
-        attention = self._arithmetic.per_pair * sum(count * count for count in counts)
-        return self._passes * linear + 3 * attention
+    def __call__(self, tokens: int, pairs: int) -> float:
+        """FLOP of a step on so many tokens, and pairs of them of which one sees the other."""
+        return self._passes * self._arithmetic.per_token * tokens + 3 * self._arithmetic.per_pair * pairs

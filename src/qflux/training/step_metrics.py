@@ -2,7 +2,7 @@
 
 The host goes on queueing work meanwhile; on a GPU the metrics of a step arrive during the next one.
 
-Shapes: S samples of a step, all ranks.
+Shapes: S noisy samples of a step, all ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from qflux.data.batch import Batch
 from qflux.data.sample import Sample
 from qflux.ragged.layout import padding_ratio
+from qflux.ragged.shapes import Shapes
 from qflux.runs.metrics import StepReport, by_level
 from qflux.training.batches import Step
 from qflux.training.distributed import World
@@ -39,7 +40,7 @@ class StepValues:
     broken: bool
     """Its loss or gradient is NaN or infinite, and float16 is not the reason."""
     terms: list[float]
-    """`(S,)` of each sample in the loss."""
+    """`(S,)` of each noisy sample in the loss."""
     sigmas: list[float]
     weights: list[float]
 
@@ -50,7 +51,7 @@ class StepValues:
 
 @dataclass(frozen=True)
 class SampleValues:
-    """What the device knows of the samples of a step: `(S,)` each."""
+    """What the device knows of the noisy samples of a step: `(S,)` each."""
 
     terms: Tensor
     sigmas: Tensor
@@ -83,7 +84,9 @@ class StepNote:
     total: int
     learning_rate: float
     lengths: list[int]
-    """Tokens of each sample, all ranks."""
+    """Tokens of each visit, all ranks."""
+    pairs: int
+    """Of tokens of which one sees the other."""
     seconds: float
     waiting_seconds: float
     peak_memory_gib: float | None
@@ -103,9 +106,14 @@ class StepMetrics:
     @property
     def broken_samples(self) -> list[Sample]:
         """The samples whose loss is not finite; all of the step if only the gradient is not."""
-        pairs = zip(self.step.samples, self.values.terms, strict=True)
-        bad = [sample for sample, term in pairs if not math.isfinite(term)]
-        return bad or list(self.step.samples)
+        samples, terms = self.step.samples, self.values.terms
+        noises = len(terms) // len(samples)
+        bad = [
+            sample
+            for place, sample in enumerate(samples)
+            if not all(map(math.isfinite, terms[noises * place : noises * (place + 1)]))
+        ]
+        return bad or list(samples)
 
 
 class Clock:
@@ -138,38 +146,44 @@ class Clock:
 class Metrics:
     """Collects the metrics of one step after the other, and gives them back when they have arrived."""
 
-    def __init__(self, world: World, device: torch.device) -> None:
+    def __init__(self, world: World, device: torch.device, noises: int, pairs: Callable[[int, Shapes], int]) -> None:
+        """`noises` are drawn at a visit; `pairs` of tokens see each other in a sequence."""
         self.clock = Clock()
+        self._noises = noises
+        self._pairs = pairs
         self._world = world
         self._device = device
         self._parts: list[Tensor] = []
         self._lengths: list[int] = []
+        self._seen: list[int] = []
+        """Pairs of tokens of each visit."""
         self._pending: deque[tuple[StepNote, Tensor, torch.cuda.Event | None]] = deque()
 
     def begin(self) -> None:
         self._parts = [torch.zeros(3, 0, device=self._device)]
-        self._lengths = []
+        self._lengths, self._seen = [], []
 
     def add(self, batch: Batch, terms: Tensor) -> None:
         """The samples of a micro-batch; a stand-in does not count."""
         if batch.counts:
             self._parts.append(torch.stack([terms.detach(), batch.sigma, batch.weight]))
             self._lengths += batch.lengths
+            self._seen += batch.per_sample(self._pairs)
 
     def gather(self, step: Step) -> SampleValues:
-        """The samples of all ranks, in the order of the plan."""
-        before, after = self._around(step)
+        """The noisy samples of all ranks, in the order of the plan."""
+        before, after = (self._noises * count for count in self._around(step))
         own = torch.nn.functional.pad(torch.cat(self._parts, dim=1), (before, after))
         return SampleValues(*self._world.sum_(own))
 
     def send(self, step: Step, total: int, learning_rate: float, packed: Tensor) -> None:
         """Send the values of a step off to the host; nothing waits for them."""
         before, after = self._around(step)
-        own = torch.tensor([0] * before + self._lengths + [0] * after)  # lengths are known on the host
+        rows = [[0] * before + own + [0] * after for own in (self._lengths, self._seen)]  # known on the host
         is_cuda = self._device.type == "cuda"
         memory = torch.cuda.max_memory_allocated(self._device) / 2**30 if is_cuda else None
-        lengths = self._world.sum_(own).tolist()
-        note = StepNote(step, total, learning_rate, lengths, *self.clock.lap(), memory)
+        lengths, seen = self._world.sum_(torch.tensor(rows)).tolist()
+        note = StepNote(step, total, learning_rate, lengths, sum(seen), *self.clock.lap(), memory)
         if not packed.is_cuda:
             self._pending.append((note, packed.detach().clone(), None))
             return
@@ -195,7 +209,7 @@ class Metrics:
         self._pending.clear()
 
     def _around(self, step: Step) -> tuple[int, int]:
-        """Samples of the step on the ranks before this one and behind it."""
+        """Visits of the step on the ranks before this one and behind it."""
         counts = [sum(map(len, rank)) for rank in step.planned.ranks]
         return sum(counts[: self._world.rank]), sum(counts[self._world.rank + 1 :])
 
@@ -215,7 +229,7 @@ class Reporter:
     def report(self, metrics: StepMetrics) -> StepReport:
         note, values = metrics.note, metrics.values
         self.skipped += values.skipped
-        tokens, count = sum(note.lengths), len(values.terms)
+        tokens, count, noises = sum(note.lengths), len(note.lengths), len(values.terms)
         padding = _padding(note)
         return StepReport(
             step=note.step.number + 1,
@@ -228,6 +242,7 @@ class Reporter:
             skipped=values.skipped,
             skipped_steps=self.skipped,
             samples=count,
+            noises=noises,
             tokens=tokens,
             padding_avoided=0.0 if self.padded else padding,
             padding_ratio=padding if self.padded else 0.0,
@@ -235,7 +250,8 @@ class Reporter:
             waiting_seconds=note.waiting_seconds,
             tokens_per_second=tokens / note.seconds,
             samples_per_second=count / note.seconds,
-            utilisation=self.flops(note.lengths) / note.seconds / self.peak if self.peak else None,
+            noises_per_second=noises / note.seconds,
+            utilisation=self.flops(tokens, note.pairs) / note.seconds / self.peak if self.peak else None,
             peak_memory_gib=note.peak_memory_gib,
         )
 

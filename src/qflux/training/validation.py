@@ -6,15 +6,16 @@ Nothing but the cache is needed. All ranks take part: a sharded model can't run 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
 
 from qflux.cache.encode import OpenedSample
 from qflux.config import Config
-from qflux.data.batch import Batch, NoisySample
+from qflux.data.batch import Batch, Draw, NoisySample
 from qflux.data.encoded import EncodedSample
+from qflux.data.noises import Noises
 from qflux.data.packing import fitting
 from qflux.data.reader import read_ahead
 from qflux.data.sample import Sample
@@ -55,6 +56,7 @@ class HeldOutLoss:
         self._device = device
         self._dtype = dtype_of(config.model.dtype)
         self._levels = config.validation.noise_levels
+        self._shares_prefix = Noises.of(config).shares_prefix
         chosen = list(samples)[: config.validation.max_samples]
         self._trials = [_Trial(sample, level) for sample in chosen for level in range(self._levels)]
         # As many to a batch as have the length of the longest: the same batches in every run.
@@ -101,12 +103,19 @@ class HeldOutLoss:
         return [self._reader.read(self._trials[place].sample) for place in places]
 
     def _collate(self, places: list[int], content: list[EncodedSample | OpenedSample]) -> Batch:
-        items = []
+        items = list[NoisySample]()
         for place, read in zip(places, content, strict=True):
-            trial, encoded = self._trials[place], self._reader.finish(read)
-            tokens, channels = encoded.target.shape
-            sigma, noise = self._noise.fixed_draw(
-                self._config.seed, encoded.id, trial.level, self._levels, tokens, channels
-            )
-            items.append(NoisySample(trial.sample, encoded, sigma, noise))
-        return Batch.collate(items, self._device, self._dtype)
+            trial = self._trials[place]
+            # Its other levels come one after another, and may share what does not depend on the noise.
+            known = items and items[-1].sample is trial.sample
+            encoded = items[-1].encoded if known else self._reader.finish(read)
+            draw = self._drawn(trial, encoded)
+            if known and self._shares_prefix:
+                items[-1] = replace(items[-1], draws=(*items[-1].draws, draw))
+            else:
+                items.append(NoisySample(trial.sample, encoded, (draw,)))
+        return Batch.collate(items, self._device, self._dtype, shares_prefix=self._shares_prefix)
+
+    def _drawn(self, trial: _Trial, encoded: EncodedSample) -> Draw:
+        seed, shape = self._config.seed, encoded.target.shape
+        return Draw(*self._noise.fixed_draw(seed, encoded.id, trial.level, self._levels, *shape))

@@ -157,12 +157,24 @@ def load_rgb(image: ImageRef, expected: str | None = None) -> Image.Image:
     return _guarded(image, to_rgb, expected)
 
 
+def load_rgba(image: ImageRef, expected: str | None = None) -> Image.Image:
+    """The same with its opacity."""
+    return _guarded(image, to_rgba, expected)
+
+
 def to_rgb(image: Image.Image) -> Image.Image:
     """Any PIL image upright, in 8-bit RGB; transparency is composited onto white."""
     image = _eight_bit(_upright(image))
     rgb = (_over("white", image) if _is_transparent(image) else image).convert("RGB")
     rgb.info = {}  # it has been turned: an orientation left behind would turn it again
     return rgb
+
+
+def to_rgba(image: Image.Image) -> Image.Image:
+    """Any PIL image upright, in 8-bit RGBA; what has no transparency is opaque."""
+    rgba = _eight_bit(_upright(image)).convert("RGBA")
+    rgba.info = {}
+    return rgba
 
 
 def load_mask(image: ImageRef, expected: str | None = None) -> Image.Image:

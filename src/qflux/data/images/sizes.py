@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
+import numpy as np
 from PIL import Image
 
 from qflux.config import STEP, ProcessorSettings
@@ -22,6 +23,8 @@ from qflux.models.registry import size_presets
 
 Size = tuple[int, int]
 """`(height, width)` in pixels."""
+Box = tuple[int, int, int, int]
+"""Left, top, right and bottom in pixels."""
 
 AskedSize = Size | Literal["input"] | None
 """What somebody wants of a result's size; nothing: what the preprocessing makes of the image to edit."""
@@ -38,17 +41,26 @@ class Transform:
 
     size: Size
     fit: str
-    """crop, stretch, pad or cut."""
+    """crop, stretch, pad, cut or mirror."""
     step: int = field(default=STEP, compare=False, repr=False)
     """What sizes are multiples of: less than that is lost to a crop without a word."""
     inner: Size | None = None
-    """What an image is resized to before it is cut, in the middle, pixel by pixel."""
+    """What an image is resized to before it is cut, in the middle, pixel by pixel, or surrounded by its reflection."""
 
     @property
     def key(self) -> str:
         height, width = self.size
         inner = f":{self.inner[0]}x{self.inner[1]}" if self.inner else ""
         return f"{self.fit}:{height}x{width}{inner}:lanczos"
+
+    @property
+    def kept(self) -> Box | None:
+        """Left, top, right and bottom of an image in its own reflection; none if nothing is around it."""
+        if self.fit != "mirror" or self.inner is None or self.inner == self.size:
+            return None
+        (rows, columns), (height, width) = self.inner, self.size
+        left, top = (width - columns) // 2, (height - rows) // 2
+        return left, top, left + columns, top + rows
 
     def crops(self, width: int, height: int) -> bool:
         """More than the remainder of one step is cut off an image of this size."""
@@ -64,6 +76,8 @@ class Transform:
         if self.inner is not None:
             if image.size != self.inner[::-1]:
                 image = image.resize(self.inner[::-1], Image.Resampling.LANCZOS)
+            if self.fit == "mirror":
+                return _mirrored(image, self)
             left, top = (image.width - width) // 2, (image.height - height) // 2
             return image.crop((left, top, left + width, top + height))
         if self.fit == "pad":
@@ -92,6 +106,17 @@ class Transform:
         scale = min(width / columns, height / rows)
         left, top = max(0.0, width - columns * scale) / 2, max(0.0, height - rows * scale) / 2
         return left, top, min(width, left + columns * scale), min(height, top + rows * scale)
+
+
+def _mirrored(image: Image.Image, transform: Transform) -> Image.Image:
+    if transform.kept is None:
+        return image
+    left, top, right, bottom = transform.kept
+    rows, columns = transform.size
+    edges = ((top, rows - bottom), (left, columns - right), *([(0, 0)] if len(image.getbands()) > 1 else []))
+    # A reflection leaves out the edge itself; what is smaller than a step has no other pixels to spare.
+    mode: Literal["reflect", "symmetric"] = "reflect" if min(image.size) > transform.step else "symmetric"
+    return Image.fromarray(np.pad(np.asarray(image), edges, mode=mode))
 
 
 _Choice = Size | str | list[int]

@@ -23,6 +23,7 @@ from qflux.data.images.decode import ImageRef, load_mask, load_small
 from qflux.data.images.index import FileIndex, in_parallel
 from qflux.data.lint import similarity
 from qflux.data.lint.alignment import THUMBNAIL, Shift, shift_between
+from qflux.data.noises import Noises
 from qflux.data.plan import Batching, EpochPlan
 from qflux.data.sample import Sample
 from qflux.errors import DataError
@@ -369,15 +370,17 @@ def _describe_plan(
     usable = [sample for sample, broken in zip(training, damaged, strict=False) if not broken]
     inspection.training = sum(not sample.is_prior for sample in usable)
     inspection.class_images = len(usable) - inspection.training
-    large = [sample for sample in usable if budget and sample.tokens > budget]
+    noises = Noises.of(config)
+    large = [sample for sample in usable if budget and noises.tokens(sample) > budget]
     for sample in large:
-        detail = f"{sample.tokens} tokens, more than data.max_tokens {budget}"
+        drawn = f" with {noises.per_visit} noises" if noises.per_visit > 1 else ""
+        detail = f"{noises.tokens(sample)} tokens{drawn}, more than data.max_tokens {budget}"
         inspection.findings.append(Finding("error", "too large", sample.name, detail))
     if not usable or large:
         return None
     # A damaged sample keeps its place, so that the plan speaks of samples by their numbers, and is never due.
     rates = [0.0 if broken else sample.rate for sample, broken in zip(training, damaged, strict=False)]
-    lengths = [sample.tokens for sample in training]
+    lengths = [noises.tokens(sample) for sample in training]
     attention_tokens = facts_of(config.family).of(described(config.model.pretrained)).attention_tokens
     plan = EpochPlan(lengths, Batching.of(config, attention_tokens=attention_tokens), config.seed, rates=rates)
     if not len(plan):

@@ -15,7 +15,6 @@ from einops import rearrange
 from torch import Tensor
 
 from qflux.data.encoded import Prompt, TextEmbedding, TextLimit
-from qflux.errors import CheckpointError
 from qflux.models.family import TextCount, TextCounter
 from qflux.models.flux2.components import Flux2Components
 from qflux.models.flux2.facts import FACTS
@@ -61,14 +60,40 @@ READERS = {"qwen3": KLEIN, "mistral3": DEV}
 """By the `model_type` of a text encoder."""
 
 
-class Flux2Encoder:
+class PatchedVae:
+    """FLUX.2's VAE: a token is a patch of 2 x 2 latents, and its batch norm knows how tokens are distributed."""
+
+    def __init__(self, components: Any) -> None:
+        self._parts = components
+
+    @torch.no_grad()
+    def encode_images(self, pixels: Sequence[Tensor]) -> list[Tensor]:
+        vae = self._parts.vae
+        latents = vae.encode(torch.stack(list(pixels)).to(vae.device, vae.dtype)).latent_dist.mode()
+        mean, std = self._statistics(latents)
+        return [(pack(item) - mean) / std for item in latents]
+
+    @torch.no_grad()
+    def decode_image(self, tokens: Tensor, shape: ImageShape) -> Tensor:
+        vae = self._parts.vae
+        tokens = tokens.to(vae.device, vae.dtype)
+        mean, std = self._statistics(tokens)
+        return vae.decode(unpack(tokens * std + mean, shape)[None]).sample[0]
+
+    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each channel of a token, `(C,)`, from the VAE's batch norm."""
+        norm, config = self._parts.vae.bn, self._parts.vae.config
+        return norm.running_mean.to(like), torch.sqrt(norm.running_var + config.batch_norm_eps).to(like)
+
+
+class Flux2Encoder(PatchedVae):
     """Encodes as `Flux2KleinPipeline` or `Flux2Pipeline` does, whichever the checkpoint is for.
 
     Padding tokens are kept: FLUX.2 has no text mask and attends to them.
     """
 
     def __init__(self, components: Flux2Components, limit: TextLimit) -> None:
-        self._parts = components
+        super().__init__(components)
         self._limit = limit
 
     @torch.no_grad()
@@ -87,29 +112,10 @@ class Flux2Encoder:
         tokens = torch.cat([hidden[layer] for layer in reader.layers], dim=-1)
         return [TextEmbedding(tokens[i], is_cut=cut[i]) for i in range(len(prompts))]
 
-    @torch.no_grad()
-    def encode_images(self, pixels: Sequence[Tensor]) -> list[Tensor]:
-        vae = self._parts.vae
-        latents = vae.encode(torch.stack(list(pixels)).to(vae.device, vae.dtype)).latent_dist.mode()
-        mean, std = self._statistics(latents)
-        return [(pack(item) - mean) / std for item in latents]
-
-    @torch.no_grad()
-    def decode_image(self, tokens: Tensor, shape: ImageShape) -> Tensor:
-        vae = self._parts.vae
-        tokens = tokens.to(vae.device, vae.dtype)
-        mean, std = self._statistics(tokens)
-        return vae.decode(unpack(tokens * std + mean, shape)[None]).sample[0]
-
     def noise(self, shape: ImageShape, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         _, rows, columns = shape
         noise = torch.randn(CHANNELS, rows, columns, generator=generator, dtype=dtype)
         return rearrange(noise, "c h w -> (h w) c")
-
-    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of each channel of a token, `(C,)`, from the VAE's batch norm."""
-        norm, config = self._parts.vae.bn, self._parts.vae.config
-        return norm.running_mean.to(like), torch.sqrt(norm.running_var + config.batch_norm_eps).to(like)
 
 
 def text_counter(components: Flux2Components, limit: TextLimit) -> TextCounter:
@@ -122,10 +128,3 @@ def text_counter(components: Flux2Components, limit: TextLimit) -> TextCounter:
         return TextCount(used=limit.tokens, wanted=len(ids))
 
     return count
-
-
-def require_template(tokenizer: Any, folder: Any) -> Any:
-    """The tokenizer; an error if it can't write a conversation."""
-    if not tokenizer.chat_template:
-        raise CheckpointError(f"{folder} has no chat template", "fetch the checkpoint again, or give another one.")
-    return tokenizer

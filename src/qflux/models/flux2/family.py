@@ -17,14 +17,14 @@ from qflux.data.images.sizes import Transform
 from qflux.errors import CheckpointError
 from qflux.models.family import Arithmetic, Family, InputWidths, ModelInputs
 from qflux.models.flux2.components import Flux2Components
-from qflux.models.flux2.encoders import READERS, Flux2Encoder, require_template, text_counter
+from qflux.models.flux2.encoders import READERS, Flux2Encoder, text_counter
 from qflux.models.flux2.facts import FACTS
 from qflux.models.flux2.names import SWAPPED, original_names
 from qflux.models.flux2.positions import image_ids, text_ids
 from qflux.models.flux2.schedule import Flux2Shift
 from qflux.models.flux2.tiny import tiny
 from qflux.models.flux2.transformer import Flux2Transformer2DModel
-from qflux.models.loading import checkpoint_folder, load_other, load_part
+from qflux.models.loading import checkpoint_folder, load_other, load_part, require_template
 
 _TEXT_ENCODERS: dict[str, Any] = {"qwen3": Qwen3ForCausalLM, "mistral3": Mistral3ForConditionalGeneration}
 REFERENCE_AREA = 1024 * 1024

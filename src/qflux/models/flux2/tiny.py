@@ -47,7 +47,7 @@ def tiny(seed: int = 0) -> Flux2Components:
     """klein: all components of its pipeline, in fp32 on the CPU; equal seeds give equal weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        tokenizer = _qwen_tokenizer()
+        tokenizer = qwen_tokenizer()
         return _components(_qwen3(tokenizer), tokenizer, guidance_embeds=False)
 
 
@@ -71,7 +71,7 @@ def _components(text_encoder: Any, tokenizer: Any, guidance_embeds: bool) -> Flu
             axes_dims_rope=(4, 4, 4, 4),
             guidance_embeds=guidance_embeds,
         ).eval(),
-        vae=_vae(),
+        vae=vae(),
         scheduler=FlowMatchEulerDiscreteScheduler(
             shift=3.0, use_dynamic_shifting=True, base_image_seq_len=256, max_image_seq_len=4096
         ),
@@ -80,14 +80,14 @@ def _components(text_encoder: Any, tokenizer: Any, guidance_embeds: bool) -> Flu
     )
 
 
-def _vae() -> AutoencoderKLFlux2:
-    vae = AutoencoderKLFlux2(
+def vae() -> AutoencoderKLFlux2:
+    model = AutoencoderKLFlux2(
         block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4, latent_channels=32, sample_size=64
     ).eval()
     # Statistics as a trained batch norm has them; new ones are 0 and 1, and would hide that they are left out.
-    vae.bn.running_mean.normal_(std=0.3)
-    vae.bn.running_var.uniform_(0.5, 2.0)
-    return vae
+    model.bn.running_mean.normal_(std=0.3)
+    model.bn.running_var.uniform_(0.5, 2.0)
+    return model
 
 
 def _qwen3(tokenizer: Any) -> Qwen3ForCausalLM:
@@ -150,7 +150,7 @@ def _bytes(corpus: list[str], size: int) -> tuple[dict[str, int], list[tuple[str
     return model["vocab"], [tuple(merge) for merge in model["merges"]]
 
 
-def _qwen_tokenizer() -> Qwen2Tokenizer:
+def qwen_tokenizer() -> Qwen2Tokenizer:
     vocabulary, merges = _bytes(["user\n", "assistant\n", "<think>\n\n</think>\n\n"], 512)
     vocabulary |= {token: len(vocabulary) + i for i, token in enumerate(_QWEN_TOKENS)}
     tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=merges, additional_special_tokens=list(_QWEN_TOKENS[1:]))

@@ -99,7 +99,7 @@ class PromptProcessor:
             features = dict(self.image_processor(images=listed, return_tensors=return_tensors))
             merged = (features["image_grid_thw"].prod(-1) // self.image_processor.merge_size**2).tolist()
             counts = iter(merged)
-            texts = [_expand(item, counts) for item in texts]
+            texts = [expand(item, counts) for item in texts]
         tokens = self.tokenizer(texts, padding=padding, return_tensors=return_tensors)
         return BatchFeature({**tokens, **features}, tensor_type=None)
 
@@ -109,10 +109,11 @@ class PromptProcessor:
         patches = [
             self.image_processor.get_number_of_image_patches(height, width, {}) // merge for height, width in sizes
         ]
-        return len(self.tokenizer(_expand(text, iter(patches)) if sizes else text).input_ids)
+        return len(self.tokenizer(expand(text, iter(patches)) if sizes else text).input_ids)
 
 
-def _expand(text: str, counts: Any) -> str:
+def expand(text: str, counts: Any) -> str:
+    """The text with each image token as often as the next count says; an error if there are more than counts."""
     first, *rest = text.split(IMAGE_TOKEN)
     repeated = [next(counts, None) for _ in rest]
     if None in repeated:

@@ -28,16 +28,16 @@ def tiny(seed: int = 0, sees_images: bool = True, zero_cond_t: bool = False) -> 
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        tokenizer = _tokenizer()
+        words = tokenizer("system\n", "user\n", "assistant\n", DESCRIBE, EDIT, "Picture 1: ")
         # Smaller images than the real ones: a tiny model should not spend its time on 1,000 vision tokens.
         image_processor = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=112 * 112)
         return QwenImageComponents(
             transformer=_transformer(zero_cond_t),
             vae=_vae(),
             scheduler=_scheduler(),
-            text_encoder=_text_encoder(tokenizer),
-            tokenizer=tokenizer,
-            processor=PromptProcessor(tokenizer, image_processor) if sees_images else None,
+            text_encoder=_text_encoder(words),
+            tokenizer=words,
+            processor=PromptProcessor(words, image_processor) if sees_images else None,
         )
 
 
@@ -70,11 +70,11 @@ def _scheduler() -> FlowMatchEulerDiscreteScheduler:
     )
 
 
-def _text_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
+def _text_encoder(words: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
+    ids = {token: words.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     config = Qwen2_5_VLConfig(
         text_config={
-            "vocab_size": len(tokenizer),
+            "vocab_size": len(words),
             "hidden_size": TEXT_WIDTH,
             "intermediate_size": 48,
             "num_hidden_layers": 2,
@@ -101,17 +101,16 @@ def _text_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGenerati
     return Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
-def _tokenizer() -> Qwen2Tokenizer:
+def tokenizer(*templates: str) -> Qwen2Tokenizer:
     """Byte-level BPE with merges learned from the templates, which so have as many tokens as in the original."""
     words = Tokenizer(BPE())
     words.pre_tokenizer = Sequence(
         [Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
     )
-    corpus = ["system\n", "user\n", "assistant\n", DESCRIBE, EDIT, "Picture 1: "] * 4
     trainer = BpeTrainer(
         vocab_size=4096, min_frequency=2, initial_alphabet=sorted(ByteLevel.alphabet()), show_progress=False
     )
-    words.train_from_iterator(corpus, trainer)
+    words.train_from_iterator(templates * 4, trainer)
     model = json.loads(words.to_str())["model"]
     vocabulary = model["vocab"] | {token: len(model["vocab"]) + i for i, token in enumerate(SPECIAL_TOKENS)}
     return Qwen2Tokenizer(

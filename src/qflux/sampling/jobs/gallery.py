@@ -19,6 +19,7 @@ from typing import Any
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from qflux.data.images.decode import to_rgb
 from qflux.errors import DataError
 from qflux.files.atomic import sweep, sync_folder, write_bytes
 
@@ -117,7 +118,9 @@ def encoded(image: Image.Image, suffix: str, notes: Mapping[str, Any]) -> bytes:
         if len(text.encode()) > MOST_EXIF:
             text = json.dumps({"prompt": str(notes.get("prompt", ""))[:1000], "cut": True})
         exif[0x010E] = text  # ImageDescription
-        image.save(buffer, Image.registered_extensions()[suffix], exif=exif, quality=95)
+        kind = Image.registered_extensions()[suffix]
+        shown = to_rgb(image) if kind in ("JPEG", "BMP") else image  # these know no transparency
+        shown.save(buffer, kind, exif=exif, quality=95)
     return buffer.getvalue()
 
 

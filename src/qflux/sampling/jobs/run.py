@@ -12,7 +12,7 @@ from PIL import Image
 from qflux.adapters.attach import Weighted
 from qflux.config import Config
 from qflux.config.sampling import PredictSettings
-from qflux.data.images.decode import ImageFile, load_rgb, read_facts
+from qflux.data.images.decode import ImageFile, load_rgb, load_rgba, read_facts, to_rgb
 from qflux.data.packing import fitting
 from qflux.errors import DataError, QfluxError
 from qflux.files.atomic import sweep, write_bytes
@@ -77,7 +77,7 @@ def predict_one(
 def opened(job: Job, settings: PredictSettings) -> Edit:
     """One job with its images, and the settings for what it leaves open."""
     return Edit(
-        controls=tuple(load_rgb(ImageFile(path)) for path in job.images),
+        controls=tuple(load_rgba(ImageFile(path)) for path in job.images),
         prompt=job.prompt,
         prompt_2=job.prompt_2,
         negative_prompt=settings.negative_prompt if job.negative_prompt is None else job.negative_prompt,
@@ -204,7 +204,7 @@ class JobRun:
 
     def _edit(self, item: _Checked) -> Edit:
         job = item.job
-        controls = tuple(load_rgb(ImageFile(path)) for path in job.images)
+        controls = tuple(load_rgba(ImageFile(path)) for path in job.images)
         return Edit(controls, job.prompt, job.prompt_2, job.negative_prompt, item.seed, job.size)
 
     def _notes(self, item: _Checked, image: Image.Image) -> dict[str, Any]:
@@ -236,9 +236,9 @@ class JobRun:
                 ]
         rows = []
         for item, plain in zip(shown, before, strict=True):
-            images = {"after": Image.open(self._gallery.path(item.job.name)).convert("RGB")}
+            images = {"after": to_rgb(Image.open(self._gallery.path(item.job.name)))}
             if plain is not None:
-                images["before"] = plain
+                images["before"] = to_rgb(plain)
             if item.job.images:
                 control = load_rgb(ImageFile(item.job.images[0]))
                 images["control"] = (

@@ -10,6 +10,7 @@ from qflux.cache.cache import EmbeddingCacheManager
 from qflux.cache.samples import read_samples, require_complete
 from qflux.config import Config
 from qflux.data.lint.inspect import Inspected
+from qflux.data.noises import Noises
 from qflux.errors import CacheError, DataError, QfluxError
 from qflux.models.loading import FETCH
 from qflux.models.pretrained import Pretrained
@@ -47,7 +48,8 @@ def check(
     steps = inspected.summary.steps_per_epoch
     total = config.train.max_train_steps or steps * config.train.num_epochs
     if steps:
-        largest = max((sum(sample.tokens for sample in batch) for batch in inspected.batches), default=0)
+        noises = Noises.of(config)
+        largest = max((sum(noises.tokens(sample) for sample in batch) for batch in inspected.batches), default=0)
         yield Check(
             "plan", "ok", f"{total:,} steps, {steps:,} in an epoch; the largest micro-batch: {largest:,} tokens"
         )

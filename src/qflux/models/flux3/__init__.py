@@ -1,0 +1,1 @@
+"""FLUX.3: klein, base and distilled."""

@@ -1,0 +1,270 @@
+"""The FLUX.3 transformer on ragged batches: diffusers' class, checkpoints and LoRA keys; a second way to run blocks.
+
+Text, targets and controls go through blocks of their own first, in which each sees only its kind within its sample.
+Then all of a sample is one sequence. Text and controls are modulated as if they had no noise.
+
+Shapes: B samples; L text, M target, K control, T joint tokens of the whole batch; C channels (see `ragged.layout`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import diffusers
+import torch
+import torch.nn.functional as F
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers.models.transformers.transformer_flux3 import (
+    Flux3AttnProcessor,
+    Flux3ModeTransformerBlock,
+    Flux3SingleTransformerBlock,
+)
+from diffusers.utils.peft_utils import apply_lora_scale
+from torch import Tensor, nn
+
+from qflux.models.compat import picklable, require_plain_attention
+from qflux.models.projection import TextProjection
+from qflux.ragged.heads import turned_heads
+from qflux.ragged.interleave import Interleave
+from qflux.ragged.layout import PackedLayout, PaddedLayout, RaggedLayout
+from qflux.ragged.modulation import add_gated, norm_modulate
+from qflux.ragged.rope import Rotary, rotary_from
+
+
+@dataclass(frozen=True)
+class Flux3Layout:
+    """Where the tokens of a batch lie, in the blocks of each kind and in those of whole samples."""
+
+    text: RaggedLayout
+    target: RaggedLayout
+    control: RaggedLayout
+    """Of the samples that have any."""
+    images: Interleave
+    """Targets and controls, as two streams and as the images of each sample."""
+    joint: RaggedLayout
+
+    @classmethod
+    def build(
+        cls,
+        text: Sequence[int],
+        target: Sequence[int],
+        control: Sequence[int],
+        device: torch.device | str | None = None,
+        padded: bool = False,
+    ) -> Flux3Layout:
+        """From the tokens of each sample."""
+
+        def layout(first: Sequence[int], second: Sequence[int]) -> RaggedLayout:
+            packed = PackedLayout.build(first, second, device)
+            return PaddedLayout.of(packed) if padded else packed
+
+        def alone(lengths: Sequence[int]) -> RaggedLayout:
+            return layout(lengths, [0] * len(lengths))
+
+        shown = [length for length in control if length]
+        return cls(
+            text=alone(text),
+            target=alone(target),
+            control=alone(shown or [0]),
+            images=Interleave.build(target, control, device),
+            joint=layout(text, [sum(lengths) for lengths in zip(target, control, strict=True)]),
+        )
+
+
+class Mode(NamedTuple):
+    """The tokens of one kind: `(n, C)`, the sample of each, and their position ids `(n, 4)`."""
+
+    tokens: Tensor
+    sample: Tensor
+    ids: Tensor
+
+
+def _parallel(block: Any, tokens: Tensor, table: Tensor, row: Tensor, rotary: Rotary, layout: RaggedLayout) -> Tensor:
+    """Attention and MLP of the same modulated tokens `(T, C)`, with each token's own row of the table `(R, 3 C)`."""
+    shift, scale, gate = table.chunk(3, dim=-1)
+    modulated = norm_modulate(block.norm, tokens, scale, shift, row)
+    attn = block.attn
+    query, key, value = (
+        project(modulated).unflatten(-1, (attn.heads, -1)) for project in (attn.to_q, attn.to_k, attn.to_v)
+    )
+    query, key = (turned_heads(x, norm, rotary, exact=True) for x, norm in ((query, attn.norm_q), (key, attn.norm_k)))
+    mlp = block.ff(modulated)  # before attention, where compiled code breaks off
+    attended = layout.attend(query, key, value).flatten(1)
+    return add_gated(tokens, gate, attn.to_out[1](attn.to_out[0](attended)) + mlp, row)
+
+
+class RaggedFlux3ModeBlock(Flux3ModeTransformerBlock):
+    """The block of one kind of tokens. With a layout it runs on concatenated tokens."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        temb_mod: Tensor,
+        image_rotary_emb: Any,
+        row: Tensor | None = None,
+        layout: RaggedLayout | None = None,
+    ) -> Tensor:
+        """Ragged: tokens `(T, C)`, modulation `(R, 3 C)`, each token's row; without a layout it is diffusers' own."""
+        if layout is None or row is None:
+            return super().forward(hidden_states, temb_mod, image_rotary_emb)
+        return _parallel(self, hidden_states, temb_mod, row, image_rotary_emb, layout)
+
+
+class RaggedFlux3SingleBlock(Flux3SingleTransformerBlock):
+    """The block of whole samples."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None,
+        temb_mod: Tensor,
+        temb_mod_context: Tensor | None,
+        image_rotary_emb: Any,
+        row: Tensor | None = None,
+        layout: RaggedLayout | None = None,
+    ) -> Any:
+        """Ragged: joint tokens `(T, C)` in and out, modulation `(R, 3 C)`; without a layout it is diffusers' own."""
+        if layout is None or row is None:
+            return super().forward(hidden_states, encoder_hidden_states, temb_mod, temb_mod_context, image_rotary_emb)
+        return _parallel(self, hidden_states, temb_mod, row, image_rotary_emb, layout)
+
+
+class Flux3Transformer2DModel(diffusers.Flux3Transformer2DModel):
+    """diffusers' FLUX.3 transformer that also takes samples of different sizes in one batch."""
+
+    # A pipeline saves its parts by module and class: see FLUX's transformer.
+    __module__ = diffusers.Flux3Transformer2DModel.__module__
+    _no_split_modules: ClassVar = ["RaggedFlux3ModeBlock", "RaggedFlux3SingleBlock"]
+    _repeated_blocks: ClassVar = ["RaggedFlux3ModeBlock", "RaggedFlux3SingleBlock"]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return picklable(super().__reduce_ex__(protocol), __name__)
+
+    @functools.wraps(diffusers.Flux3Transformer2DModel.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The same modules under the same names, hence the same checkpoints; only `forward` gains a case.
+        for block in self.mode_block_list:
+            block.__class__ = RaggedFlux3ModeBlock
+        for block in self.single_transformer_blocks:
+            block.__class__ = RaggedFlux3SingleBlock
+        self.context_embedder.__class__ = TextProjection
+
+    @property
+    def mode_block_list(self) -> list[nn.Module]:
+        """The blocks of all three kinds of tokens, in the order in which they run."""
+        return [*self.txt_mode_blocks, *self.mode_blocks["image"], *self.mode_blocks["image_cond"]]
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        timestep: Tensor,
+        img_ids: Tensor,
+        txt_ids: Tensor,
+        image_cond_hidden_states: Tensor | None = None,
+        image_cond_ids: Tensor | None = None,
+        target_timestep: Tensor | None = None,
+        attention_kwargs: dict[str, Any] | None = None,
+        return_dict: bool = True,
+        layout: Flux3Layout | None = None,
+    ) -> Transformer2DModelOutput | tuple[Tensor]:
+        """diffusers' arguments, and samples of different sizes and numbers of references.
+
+        With `layout`, `hidden_states` is `(M, in_channels)`, `image_cond_hidden_states` `(K, in_channels)`,
+        `encoder_hidden_states` `(L, text channels)`, ids have as many rows, and the output is `(M, in_channels)`.
+        `timestep` and `target_timestep` have one row per sample, as always.
+        """
+        if layout is None:
+            return super().forward(
+                hidden_states,
+                encoder_hidden_states,
+                timestep,
+                img_ids,
+                txt_ids,
+                image_cond_hidden_states,
+                image_cond_ids,
+                target_timestep,
+                attention_kwargs,
+                return_dict,
+            )
+        if (target_timestep is not None) != bool(self.config.flow_map):
+            raise ValueError("target_timestep is needed by, and only by, a distilled FLUX.3 (flow_map).")
+        require_plain_attention([*self.mode_block_list, *self.single_transformer_blocks], Flux3AttnProcessor)
+        text = Mode(encoder_hidden_states, layout.text.text_sample, txt_ids)
+        target = Mode(hidden_states, layout.target.text_sample, img_ids)
+        if image_cond_hidden_states is None or image_cond_ids is None:
+            image_cond_hidden_states, image_cond_ids = hidden_states[:0], img_ids[:0]
+        # Samples without references are not in its layout: the numbers of samples are those of the whole batch.
+        of_control = layout.control.enter_text(layout.images.second_sample)
+        control = Mode(image_cond_hidden_states, of_control, image_cond_ids)
+        output = self._forward_ragged(
+            (text, target, control), layout, (timestep, target_timestep), attention_kwargs=attention_kwargs
+        )
+        return Transformer2DModelOutput(sample=output) if return_dict else (output,)
+
+    @apply_lora_scale("attention_kwargs")
+    def _forward_ragged(
+        self,
+        modes: tuple[Mode, Mode, Mode],
+        layout: Flux3Layout,
+        levels: tuple[Tensor, Tensor | None],
+        *,
+        attention_kwargs: dict[str, Any] | None,
+    ) -> Tensor:
+        text, target, control = modes
+        noisy, clean = self._conditioning(*levels, target.tokens.dtype)
+        tables = {"txt": F.silu(clean), "image": F.silu(noisy), "image_cond": F.silu(clean)}
+        text_out = self._run_mode("txt", text, layout.text, tables)
+        target_out = self._run_mode("image", target, layout.target, tables)
+        # Without any control it runs on no tokens: all ranks of a sharded model go through the same blocks.
+        control_out = self._run_mode("image_cond", control, layout.control, tables)
+        image_out, ids = layout.images.join(target_out, control_out), layout.images.join(target.ids, control.ids)
+
+        whole, batch = layout.joint, layout.joint.batch_size
+        joint = whole.join(whole.enter_text(text_out), whole.enter_image(image_out))
+        rotary = rotary_from(*self.pos_embed(whole.join(whole.enter_text(text.ids), whole.enter_image(ids))))
+        table = torch.cat(
+            [self.single_stream_modulations[name](tables[name]) for name in ("image", "image_cond", "txt")]
+        )
+        of_image = layout.images.join(layout.images.first_sample, batch + layout.images.second_sample)
+        row = whole.join(2 * batch + whole.text_sample, whole.enter_image(of_image))
+        for block in self.single_transformer_blocks:
+            joint = self._run(block, joint, None, table, None, rotary, row, whole)
+
+        of_target, _ = layout.images.split(whole.leave_image(whole.split(joint)[1]))
+        norm = self.norm_out
+        scale, shift = norm.linear(norm.act_fn(noisy)).chunk(2, dim=-1)
+        return self.proj_out(norm_modulate(norm.norm, of_target, scale, shift, layout.images.first_sample))
+
+    def _conditioning(self, timestep: Tensor, jump: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`(B, C)` of what has the noise of its sample, and of what has none."""
+
+        def embed(level: Tensor, embedder: nn.Module) -> Tensor:
+            return embedder(self.time_proj(level.to(dtype) * 1000).to(dtype))
+
+        noisy = embed(timestep, self.timestep_embedder)
+        clean = embed(torch.zeros_like(timestep), self.timestep_embedder)
+        if jump is None:
+            return noisy, clean
+        onward = embed(jump, self.target_timestep_embedder)
+        return noisy + onward, clean + onward
+
+    def _run_mode(self, name: str, mode: Mode, layout: RaggedLayout, tables: dict[str, Tensor]) -> Tensor:
+        """The tokens of one kind, embedded and through their own blocks; packed in, packed out."""
+        embedder = self.context_embedder if name == "txt" else self.x_embedders[name]
+        blocks = self.txt_mode_blocks if name == "txt" else self.mode_blocks[name]
+        tokens = embedder(layout.enter_text(mode.tokens))
+        rotary = rotary_from(*self.pos_embed(layout.enter_text(mode.ids)))
+        table = self.early_stream_modulations[name](tables[name])
+        for block in blocks:
+            tokens = self._run(block, tokens, table, rotary, mode.sample, layout)
+        return layout.leave_text(tokens)
+
+    def _run(self, block: nn.Module, *args: Any) -> Tensor:
+        if torch.is_grad_enabled() and self.gradient_checkpointing:
+            return self._gradient_checkpointing_func(block, *args)
+        return block(*args)

@@ -1,0 +1,222 @@
+"""The Qwen-Image-2.1 transformer on ragged batches: diffusers' class, checkpoints and LoRA keys; a second way to run.
+
+One stream of text with images in it, targets last. Text and controls are modulated as if they had no noise, and see no
+target: they are the same whatever the noise of the target is, and may stand before several of them.
+
+Shapes: B samples, R targets, L text, N image, T = L + N joint tokens of the whole batch; C channels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import diffusers
+import torch
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers.models.transformers.transformer_qwenimage21 import (
+    QwenImage21AttnProcessor,
+    QwenImage21TransformerBlock,
+)
+from diffusers.utils.peft_utils import apply_lora_scale
+from torch import Tensor
+
+from qflux.models.compat import picklable, require_plain_attention
+from qflux.models.qwen_image21.arrangement import arrange, positions
+from qflux.ragged.heads import turned_heads
+from qflux.ragged.layout import PackedLayout, PaddedLayout, RaggedLayout
+from qflux.ragged.modulation import add_gated, clip_fp16, norm_modulate
+from qflux.ragged.rope import Rotary
+from qflux.ragged.shapes import Shapes, image_tokens
+from qflux.ragged.transfer import upload
+
+
+@dataclass(frozen=True)
+class QwenImage21Layout:
+    """Where the tokens of a batch lie, where they stand in their samples, and how noisy they are."""
+
+    joint: RaggedLayout
+    positions: tuple[Tensor, Tensor]
+    """Of text `(L, 3)` and image tokens `(N, 3)`: numbers in the tables of rotary positions."""
+    target: Tensor
+    """`(N,)` which target an image token is of; R if it is of a control."""
+    targets: int
+    """R, of the whole batch."""
+
+    @classmethod
+    def build(
+        cls,
+        text: Sequence[int],
+        shapes: Sequence[Shapes],
+        places: Sequence[Sequence[int]],
+        device: torch.device | str | None = None,
+        padded: bool = False,
+    ) -> QwenImage21Layout:
+        """From the text tokens and images of each sample, and the text tokens before each control."""
+        samples = list(zip(text, shapes, places, strict=True))
+        packed = PackedLayout.build(
+            text, [sample.tokens for sample in shapes], device, arrangements=[arrange(*sample) for sample in samples]
+        )
+        of_text, of_image = zip(*(positions(*sample) for sample in samples), strict=True)
+        count, rows = sum(len(sample.targets) for sample in shapes), list[Tensor]()
+        numbers = iter(range(count))
+        for sample in shapes:
+            rows += [torch.full((image_tokens([shape]),), next(numbers)) for shape in sample.targets]
+            rows.append(torch.full((sample.control_tokens,), count))
+        return cls(
+            joint=PaddedLayout.of(packed) if padded else packed,
+            positions=(upload(torch.cat(of_text), device), upload(torch.cat(of_image), device)),
+            target=upload(torch.cat(rows), device),
+            targets=count,
+        )
+
+
+class RaggedQwenImage21Block(QwenImage21TransformerBlock):
+    """The block. With a layout it runs on concatenated tokens; without one it is diffusers' own."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        modulation: Tensor,
+        rotary_emb: Tensor | None = None,
+        attention_mask: Any = None,
+        target_token_mask: Tensor | None = None,
+        layer_cache: Any = None,
+        kv_cache_mode: str | None = None,
+        cache_write_slice: slice | None = None,
+        segments: Any = None,
+        key_valid: Tensor | None = None,
+        row: Tensor | None = None,
+        layout: RaggedLayout | None = None,
+    ) -> Tensor:
+        """Ragged: joint tokens `(T, C)`, modulation `(R + 1, 4 C)`, and `row` `(T,)`, which of its rows a token takes.
+
+        Without a layout it is diffusers' own.
+        """
+        if layout is None or row is None:
+            return super().forward(
+                hidden_states,
+                modulation,
+                rotary_emb,
+                attention_mask,
+                target_token_mask,
+                layer_cache,
+                kv_cache_mode,
+                cache_write_slice,
+                segments,
+                key_valid,
+            )
+        scale, gate, scale_mlp, gate_mlp = modulation.chunk(4, dim=-1)
+        tokens = norm_modulate(self.img_norm1, hidden_states, scale, None, row)
+        attended = self._attended(tokens, rotary_emb, layout)
+        tokens = add_gated(hidden_states, gate.tanh(), attended, row)
+        modulated = norm_modulate(self.img_norm2, tokens, scale_mlp, None, row)
+        return clip_fp16(add_gated(tokens, gate_mlp.tanh(), self.img_mlp(modulated), row))
+
+    def _attended(self, tokens: Tensor, rotary: Any, layout: RaggedLayout) -> Tensor:
+        attn = self.attn
+        heads = (-1, attn.inner_dim // attn.heads)
+        query, key, value = (project(tokens).unflatten(-1, heads) for project in (attn.to_q, attn.to_k, attn.to_v))
+        query, key = turned_heads(query, attn.norm_q, rotary), turned_heads(key, attn.norm_k, rotary)
+        return attn.to_out[1](attn.to_out[0](layout.attend(query, key, value).flatten(1)))
+
+
+class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
+    """diffusers' Qwen-Image-2.1 transformer that also takes samples of different sizes in one batch."""
+
+    # A pipeline saves its parts by module and class: see FLUX's transformer.
+    __module__ = diffusers.QwenImage21Transformer2DModel.__module__
+    _no_split_modules: ClassVar = ["RaggedQwenImage21Block"]
+    _repeated_blocks: ClassVar = ["RaggedQwenImage21Block"]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return picklable(super().__reduce_ex__(protocol), __name__)
+
+    @functools.wraps(diffusers.QwenImage21Transformer2DModel.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The same modules under the same names, hence the same checkpoints; only `forward` gains a case.
+        for block in self.transformer_blocks:
+            block.__class__ = RaggedQwenImage21Block
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        timestep: Tensor,
+        img_shapes: list[list[tuple[int, int, int]]] | None = None,
+        img_mask: Tensor | None = None,
+        encoder_hidden_states_mask: Tensor | None = None,
+        attention_kwargs: dict[str, Any] | None = None,
+        kv_cache: Any = None,
+        kv_cache_mode: str | None = None,
+        return_dict: bool = True,
+        layout: QwenImage21Layout | None = None,
+    ) -> Transformer2DModelOutput | tuple[Tensor]:
+        """diffusers' arguments, and samples of different sizes, numbers of controls and of targets.
+
+        With `layout`, `hidden_states` is `(N, in_channels)`, each sample's targets and then its controls;
+        `encoder_hidden_states` `(L, text channels)`, without places for images; `timestep` `(R,)`, one for each target;
+        and the output `(N, out_channels)`, of which the rows of targets mean something.
+        """
+        if layout is None:
+            return super().forward(
+                hidden_states,
+                encoder_hidden_states,
+                timestep,
+                img_shapes,
+                img_mask,
+                encoder_hidden_states_mask,
+                attention_kwargs,
+                kv_cache,
+                kv_cache_mode,
+                return_dict,
+            )
+        if kv_cache is not None:
+            raise ValueError("kv_cache is not supported for samples of different sizes: run them one by one.")
+        if not self.config.causal_condition:
+            raise ValueError("causal_condition is off in this checkpoint; only models with it can run ragged.")
+        require_plain_attention(self.transformer_blocks, QwenImage21AttnProcessor)
+        output = self._forward_ragged(
+            hidden_states, encoder_hidden_states, timestep, layout, attention_kwargs=attention_kwargs
+        )
+        return Transformer2DModelOutput(sample=output) if return_dict else (output,)
+
+    @apply_lora_scale("attention_kwargs")
+    def _forward_ragged(
+        self,
+        image: Tensor,
+        text: Tensor,
+        timestep: Tensor,
+        layout: QwenImage21Layout,
+        *,
+        attention_kwargs: dict[str, Any] | None,
+    ) -> Tensor:
+        whole = layout.joint
+        joint = whole.join(self.txt_in(whole.enter_text(text)), self.img_in(whole.enter_image(image)))
+        levels = torch.cat([timestep, timestep.new_zeros(1)]).to(joint.dtype)
+        temb = self.time_text_embed(levels, joint)
+        table, rotary = self.modulation(temb), self._rotary(layout)
+        of_image = whole.enter_image(layout.target)
+        row = whole.join(torch.full_like(whole.text_sample, layout.targets), of_image)
+        checkpointing = torch.is_grad_enabled() and self.gradient_checkpointing
+        run = self._gradient_checkpointing_func if checkpointing else _call
+        for block in self.transformer_blocks:
+            joint = run(block, joint, table, rotary, *[None] * 7, row, whole)
+
+        norm, output = self.norm_out, whole.split(joint)[1]
+        scale = norm.linear(norm.silu(temb).to(output.dtype))
+        return whole.leave_image(self.proj_out(norm_modulate(norm.norm, output, scale, None, of_image)))
+
+    def _rotary(self, layout: QwenImage21Layout) -> Rotary:
+        whole, (text, image) = layout.joint, layout.positions
+        numbers = whole.join(whole.enter_text(text), whole.enter_image(image))
+        tables = self.pos_embed.freqs = [table.to(numbers.device) for table in self.pos_embed.freqs]
+        turns = torch.cat([table[number] for table, number in zip(tables, numbers.unbind(1), strict=True)], dim=-1)
+        return torch.view_as_real(turns)[:, None]
+
+
+def _call(block: torch.nn.Module, *args: Any) -> Any:
+    return block(*args)

@@ -1,0 +1,189 @@
+"""Attention in which a token sees parts of its sample: groups of tokens, what came before it, a prefix and itself.
+
+A sample's attention is a list of spans. The queries of its spans are its tokens, each once and in their order; the keys
+of a span are ranges of the same sample, one after another. Full attention is one span over everything, and has a way of
+its own (`attention`).
+
+Shapes: T tokens of the whole batch, H heads, D channels of a head; t tokens of one sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from qflux.ragged.attention import BY_SPEED, contiguous_gradient, prefers_varlen, under_autocast
+from qflux.ragged.transfer import upload
+
+Range = tuple[int, int]
+"""First token, and the one after the last."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens of a sample that see the same others."""
+
+    queries: Range
+    keys: tuple[Range, ...]
+    causal: bool = False
+    """The last query sees all keys, the one before it all but the last, and so on."""
+
+    @property
+    def width(self) -> int:
+        """How many queries there are."""
+        return self.queries[1] - self.queries[0]
+
+    @property
+    def reach(self) -> int:
+        """How many keys there are."""
+        return sum(end - first for first, end in self.keys)
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of a query and a key that it sees."""
+        return self.width * self.reach - (self.width * (self.width - 1) // 2 if self.causal else 0)
+
+    def moved(self, by: int) -> Span:
+        """The same in a sequence in which the sample begins so much later."""
+        queries, *keys = ((first + by, end + by) for first, end in (self.queries, *self.keys))
+        return Span(queries, tuple(keys), self.causal)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The joint sequence of one sample whose images do not simply follow its text."""
+
+    order: Tensor
+    """`(t,)` which token stands where: numbers of its text tokens, and behind them of its image tokens."""
+    spans: tuple[Span, ...]
+    """What sees what, in that order."""
+
+
+def require_spans(spans: Sequence[Span], length: int) -> None:
+    """An error unless the queries are all tokens of a sample, and the keys lie in it."""
+    ends = [0, *(span.queries[1] for span in spans)]
+    if [span.queries[0] for span in spans] != ends[:-1] or ends[-1] != length:
+        raise ValueError(f"the queries of spans are not the {length} tokens of their sample in order: {spans}")
+    for span in spans:
+        if any(not 0 <= first < end <= length for first, end in span.keys):
+            raise ValueError(f"keys outside of a sample of {length} tokens: {span}")
+        if span.causal and span.reach < span.width:
+            raise ValueError(f"a causal span needs a key for every query: {span}")
+
+
+def mask_of(spans: Sequence[Span]) -> Tensor:
+    """`(t, t)` true where the token of a row sees that of a column."""
+    total = spans[-1].queries[1]
+    seen = torch.zeros(total, total, dtype=torch.bool)
+    for span in spans:
+        columns = torch.cat([torch.arange(*keys) for keys in span.keys])
+        rows = torch.ones(span.width, span.reach, dtype=torch.bool)
+        seen[slice(*span.queries), columns] = rows.tril(span.reach - span.width) if span.causal else rows
+    return seen
+
+
+@dataclass(frozen=True)
+class SpanAttention:
+    """Attention over the spans of a packed batch."""
+
+    spans: tuple[Span, ...]
+    """Of all samples, in the tokens of the whole batch."""
+    _groups: tuple[_Group, ...]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sequence[Span]], device: torch.device | str | None = None) -> SpanAttention:
+        """From the spans of each sample."""
+        moved, start = list[Span](), 0
+        for spans in samples:
+            length = spans[-1].queries[1]
+            require_spans(spans, length)
+            moved += [span.moved(start) for span in spans]
+            start += length
+        kinds = ([place for place, span in enumerate(moved) if span.causal == causal] for causal in (True, False))
+        return cls(tuple(moved), tuple(_Group.of(places, moved, device) for places in kinds if places))
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`(T, H, D)` each."""
+        query, key, value = under_autocast(query, key, value)
+        ranges = tuple(span.keys for span in self.spans)
+        queries = query.split([span.width for span in self.spans])
+        keys, values = _Take.apply(key, ranges), _Take.apply(value, ranges)
+        attended: list[Tensor] = [query] * len(self.spans)
+        for group in self._groups:
+            picked = ([parts[place] for place in group.places] for parts in (queries, keys, values))
+            for place, part in zip(group.places, group(*picked), strict=True):
+                attended[place] = part
+        return contiguous_gradient(torch.cat(attended))
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Spans that one kernel can run together: all causal, or none."""
+
+    places: tuple[int, ...]
+    """Which spans."""
+    causal: bool
+    widths: tuple[int, ...]
+    longest: tuple[int, int]
+    """The most queries and the most keys of a span."""
+    offsets: tuple[Tensor, Tensor]
+    """Where the queries and the keys of each span begin, when all are put together."""
+
+    @classmethod
+    def of(cls, places: Sequence[int], spans: Sequence[Span], device: torch.device | str | None) -> _Group:
+        chosen = [spans[place] for place in places]
+        counts = [span.width for span in chosen], [span.reach for span in chosen]
+        query, key = (upload(torch.tensor([0, *accumulate(count)], dtype=torch.int32), device) for count in counts)
+        longest = max(counts[0]), max(counts[1])
+        return cls(tuple(places), chosen[0].causal, tuple(counts[0]), longest, (query, key))
+
+    def __call__(self, queries: list[Tensor], keys: list[Tensor], values: list[Tensor]) -> Sequence[Tensor]:
+        if prefers_varlen(queries[0], self.widths):
+            from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  (registers CUDA ops on import)
+
+            query, key, value = (torch.cat(parts) for parts in (queries, keys, values))
+            window = (-1, 0) if self.causal else (-1, -1)
+            out = varlen_attn(query, key, value, *self.offsets, *self.longest, window_size=window)
+            return cast(Tensor, out).split(self.widths)
+        with sdpa_kernel(BY_SPEED, set_priority=True):
+            return [self._attend(q, k, v) for q, k, v in zip(queries, keys, values, strict=True)]
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        q, k, v = (rearrange(x, "s h d -> 1 h s d") for x in (query, key, value))
+        if not self.causal:
+            out = F.scaled_dot_product_attention(q, k, v)
+        elif len(query) == len(key):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            seen = torch.ones(len(query), len(key), dtype=torch.bool, device=q.device).tril(len(key) - len(query))
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return rearrange(out, "1 h s d -> s h d")
+
+
+class _Take(torch.autograd.Function):
+    """The keys of every span. Spans share keys: their gradients are added up in one tensor, span after span."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, ranges: tuple[tuple[Range, ...], ...]) -> tuple[Tensor, ...]:
+        ctx.ranges, ctx.like = ranges, (tokens.shape, tokens.dtype, tokens.device)
+        return tuple(
+            tokens[keys[0][0] : keys[0][1]] if len(keys) == 1 else torch.cat([tokens[a:b] for a, b in keys])
+            for keys in ranges
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        shape, dtype, device = ctx.like
+        total = torch.zeros(shape, dtype=dtype, device=device)
+        for keys, grad in zip(ctx.ranges, grads, strict=True):
+            for (first, end), part in zip(keys, grad.split([b - a for a, b in keys]), strict=True):
+                total[first:end] += part
+        return total, None
