@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -374,8 +375,9 @@ def edited(parts: Any, instructions: Sequence[Instruction], device: str) -> list
         _, *controls = (latents.float() for latents in group.images)
         now = torch.randn(group.images[0].shape, generator=generator, device=device)
         tokens = now.shape[1]
+        evenly = np.linspace(1.0, 1 / SAMPLING_STEPS, SAMPLING_STEPS)
         sigmas, told = schedules(
-            parts.scheduler, NoiseShift.of(parts.scheduler), [tokens], SAMPLING_STEPS, torch.device(device)
+            parts.scheduler, NoiseShift.of(parts.scheduler), [tokens], evenly, torch.device(device)
         )
         for index in range(SAMPLING_STEPS):
             images = torch.cat([now, *controls], dim=1)

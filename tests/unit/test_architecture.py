@@ -54,6 +54,7 @@ FOLDERS = registry._FOLDERS
 LARGE = {
     "ragged.kernels.norm_modulate",  # a Triton kernel takes pointers, strides and sizes one by one
     "ragged.kernels.place_heads",
+    "models.qwen_image21.transformer.RaggedQwenImage21Block.forward",  # diffusers' signature
     *(f"models.{folder}.transformer.{registry.facts_of(name).transformer}.forward" for name, folder in FOLDERS.items()),
 }
 """Functions that may have more than eight parameters."""

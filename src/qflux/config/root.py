@@ -78,6 +78,9 @@ class Config(Section):
             "data.processor.controls_size": processor.controls_size or [],
             "predict.size": [self.predict.size],
         }
+        areas = processor.multi_resolutions
+        if areas and areas.preset and not processor.target_size:
+            named["data.processor.multi_resolutions"] = registry.size_presets()[areas.preset]
         for name, sizes in named.items():
             for size in sizes:
                 if isinstance(size, tuple) and any(side % multiple for side in size):

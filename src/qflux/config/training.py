@@ -104,8 +104,8 @@ class TrainSettings(Section):
         default=1,
         ge=1,
         le=64,
-        description="noisy targets of a sample at each visit, all in one micro-batch; where text and controls do not "
-        "see the target (qwen-image-2.1) they are computed once for all of them, elsewhere once for each",
+        description="noisy targets of a sample at each visit, all in one micro-batch; text and controls are computed "
+        "once for all of them where they do not see the target, elsewhere once for each",
         json_schema_extra=DECIDES,
     )
     gradient_checkpointing: bool | int = Field(

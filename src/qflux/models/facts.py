@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from qflux.errors import DataError
@@ -44,6 +44,8 @@ class Described:
     """Of the text that the transformer takes."""
     embeds_guidance: bool | None = None
     """The transformer is told how much guidance to show."""
+    sigmas: tuple[float, ...] = ()
+    """Noise levels that its authors make an image at, before the shift, if they say so."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ class Facts:
     """Text and controls do not see the target: they may stand once before several targets."""
     has_alpha: bool = False
     """Images have a fourth channel, their opacity."""
+    sigmas: tuple[float, ...] = ()
+    """Noise levels of that many steps, before the shift, where they are not spread evenly."""
     spellings: tuple[str, ...] = ()
     """Patterns of other checkpoints' names that are of this family."""
     original_trainer: str | None = None
@@ -133,6 +137,8 @@ class Facts:
             lambda facts: facts.width == checkpoint.width,
         ):
             found = list(filter(sign, found)) or found
+        if checkpoint.sigmas:
+            return replace(found[0], sigmas=checkpoint.sigmas, num_inference_steps=len(checkpoint.sigmas))
         return found[0]
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,17 @@ def described(pretrained: str, folder: Path | None = None, override: Path | None
         width=heads * channels if isinstance(heads, int) and isinstance(channels, int) else None,
         text_channels=text if isinstance(text, int) else None,
         embeds_guidance=guidance if isinstance(guidance, bool) else None,
+        sigmas=_levels(index.get("sample_sigmas")),
     )
+
+
+def _levels(values: Any) -> tuple[float, ...]:
+    """Noise levels in (0, 1], falling; nothing if it is anything else."""
+    if not isinstance(values, list) or not all(isinstance(value, int | float) for value in values):
+        return ()
+    levels = tuple(map(float, values))
+    falling = all(high > low for high, low in pairwise(levels))
+    return levels if falling and all(0 < level <= 1 for level in levels) else ()
 
 
 def _class_in(entry: Any) -> Any:

@@ -46,7 +46,7 @@ class Predictor:
         """`facts` are those of the checkpoint, by default its family's."""
         self._facts = facts or family.facts
         self._transformer = components.transformer
-        self._sampler = Sampler(family, components.transformer, components.scheduler)
+        self._sampler = Sampler(family, components.transformer, components.scheduler, self._facts.sigmas)
         self._encoder = family.encoder(components, text_limit(config, family))
         self._settings = config.predict
         self.prepare = Preparer(

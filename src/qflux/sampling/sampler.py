@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from qflux.data.encoded import TextEmbedding
@@ -22,6 +23,7 @@ from qflux.models.family import Family, ModelInputs
 from qflux.ragged.interleave import Interleave
 from qflux.ragged.shapes import ImageShape, Shapes
 
+Levels = NDArray[np.float64]
 OnStep = Callable[[int, int], None]
 Velocity = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -62,10 +64,12 @@ class Prepared:
 class Sampler:
     """From noise to images, for edits of any sizes and control counts at once."""
 
-    def __init__(self, family: Family, transformer: nn.Module, scheduler: Any) -> None:
+    def __init__(self, family: Family, transformer: nn.Module, scheduler: Any, sigmas: Sequence[float] = ()) -> None:
+        """`sigmas` are the noise levels of that many steps, before the shift, where they are not spread evenly."""
         self._family = family
         self._transformer = transformer
         self._scheduler = scheduler
+        self._sigmas = sigmas
 
     @torch.no_grad()
     def __call__(
@@ -82,7 +86,8 @@ class Sampler:
         sample = Interleave.build(targets, [0] * len(targets), noise.device).first_sample
         velocity = self._velocity(edits, targets, guidance, true_cfg_scale)
         shift = self._family.noise_shift(self._scheduler)
-        sigmas, timesteps = schedules(self._scheduler, shift, targets, steps, noise.device)
+        levels = np.array(self._sigmas) if len(self._sigmas) == steps else np.linspace(1.0, 1 / steps, steps)
+        sigmas, timesteps = schedules(self._scheduler, shift, targets, levels, noise.device)
         return list(denoise(velocity, noise, sample, sigmas, timesteps, on_step).split(targets))
 
     def _velocity(self, edits: Sequence[Prepared], targets: list[int], guidance: float, scale: float) -> Velocity:
@@ -108,25 +113,26 @@ class Sampler:
 
 
 def schedules(
-    scheduler: Any, shift: NoiseShift, target_tokens: Sequence[int], steps: int, device: torch.device
+    scheduler: Any, shift: NoiseShift, target_tokens: Sequence[int], levels: Levels, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Noise levels `(n + 1, B)` to integrate over, and the timesteps `(n, B)` in [0, 1] of the model; diffusers' own.
+    """Noise levels `(n + 1, B)` to integrate over, and the timesteps `(n, B)` in [0, 1] of the model; diffusers' own,
+    from the levels `(n,)` before the shift.
 
     The shift of a sample follows from its own size, so its schedule is the one it would have alone.
     """
-    columns = [_one_schedule(scheduler, shift, tokens, steps, device) for tokens in target_tokens]
+    columns = [_one_schedule(scheduler, shift, tokens, levels, device) for tokens in target_tokens]
     sigmas, timesteps = (torch.stack(list(column), dim=1) for column in zip(*columns, strict=True))
     return sigmas, timesteps
 
 
 def _one_schedule(
-    scheduler: Any, shift: NoiseShift, tokens: int, steps: int, device: torch.device
+    scheduler: Any, shift: NoiseShift, tokens: int, levels: Levels, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     own = copy.deepcopy(scheduler)
-    mu = None if shift.constant is not None else shift.mu(tokens, steps)
-    own.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu, device=device)
+    mu = None if shift.constant is not None else shift.mu(tokens, len(levels))
+    own.set_timesteps(sigmas=levels, mu=mu, device=device)
     if not bool(torch.isfinite(own.sigmas).all()):
-        raise ConfigError(f"num_inference_steps: {steps} gives this model no schedule", "use at least 2.")
+        raise ConfigError(f"num_inference_steps: {len(levels)} gives this model no schedule", "use at least 2.")
     return own.sigmas.to(device), own.timesteps / own.config.num_train_timesteps
 
 
