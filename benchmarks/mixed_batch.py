@@ -1,15 +1,16 @@
 """One LoRA training step on samples of different sizes: packed against padded, and against one by one, in one run.
 
     python benchmarks/mixed_batch.py                     # CUDA: the full 12B shape; CPU: scaled down
-    python benchmarks/mixed_batch.py --model qwen        # Qwen-Image 20B instead of FLUX 12B; or klein: FLUX.2 9B
+    python benchmarks/mixed_batch.py --model qwen        # Qwen-Image 20B instead of FLUX 12B; or klein: FLUX.2 9B;
+                                                         # flux3: FLUX.3 klein; qwen21: Qwen-Image-2.1
     python benchmarks/mixed_batch.py --rows packed       # some rows only
 
 The batches are edits of 2 n image tokens (target and control), with 512 text tokens (FLUX) or 260 to 700 (Qwen): four
 with n = 1024 / 1600 / 2304 / 4096 (45 % of a padded batch is padding), four with n = 1024 / 1600 / 1536 / 1872 (19 %),
 and sixteen of 256 to 512 pixels, n = 256 to 1024. Weights are random: speed and memory do not depend on them.
 
-"One by one" is what most people would do instead: batch size 1, gradients accumulated over the same samples, in
-diffusers' own forward (which qflux's class runs for a single sample), compiled.
+"One by one" is what most people would do instead: batch size 1, gradients accumulated over the same samples, compiled,
+in diffusers' own forward (which qflux's class runs for a single sample), or for FLUX.3 and Qwen-Image-2.1 in qflux's.
 
 Model-FLOP utilisation counts the arithmetic of valid tokens only (forward once, backward through frozen weights once,
 no recomputation) over the device's peak, so that work on padding is not rewarded.
@@ -66,10 +67,11 @@ class Scale:
 
     @property
     def text_width(self) -> int:
-        return int(self.shape["joint_attention_dim"])
+        return int(self.shape.get("joint_attention_dim") or self.shape["context_in_dim"])
 
 
 FLUX_TEXT, QWEN_TEXT = (512,) * 4, (260, 400, 560, 700)
+FLUX3_TEXT, QWEN21_TEXT = (80, 160, 240, 160), (40, 90, 160, 60)
 
 
 def _shape(layers: int, single_layers: int, heads: int, text_width: int, **more: Any) -> dict[str, Any]:
@@ -78,15 +80,21 @@ def _shape(layers: int, single_layers: int, heads: int, text_width: int, **more:
 
 
 _FLUX, _KLEIN = {"guidance_embeds": True}, {"guidance_embeds": False}
+_QWEN21 = {"num_layers": 32, "num_attention_heads": 32, "context_in_dim": 4096}
+_QWEN21_SMALL = {"num_layers": 6, "num_attention_heads": 4, "context_in_dim": 256}
 FULL = {
     "flux": Scale("FLUX 12B", "flux-kontext", _shape(19, 38, 24, 4096, **_FLUX), FLUX_TEXT, 1, torch.bfloat16, 3),
     "klein": Scale("FLUX.2 klein 9B", "flux2", _shape(8, 24, 32, 12288, **_KLEIN), FLUX_TEXT, 1, torch.bfloat16, 3),
     "qwen": Scale("Qwen-Image 20B", "qwen-image-edit", _shape(60, 0, 24, 3584), QWEN_TEXT, 1, torch.bfloat16, 3),
+    "flux3": Scale("FLUX.3 klein", "flux3", _shape(5, 28, 24, 20480), FLUX3_TEXT, 1, torch.bfloat16, 3),
+    "qwen21": Scale("Qwen-Image-2.1 7B", "qwen-image-2.1", _QWEN21, QWEN21_TEXT, 1, torch.bfloat16, 3),
 }
 SMALL = {
     "flux": Scale("FLUX scaled down", "flux-kontext", _shape(2, 4, 4, 256, **_FLUX), FLUX_TEXT, 4, torch.float32, 3),
     "klein": Scale("klein scaled down", "flux2", _shape(2, 4, 4, 768, **_KLEIN), FLUX_TEXT, 4, torch.float32, 3),
     "qwen": Scale("Qwen-Image scaled down", "qwen-image-edit", _shape(6, 0, 4, 256), QWEN_TEXT, 4, torch.float32, 3),
+    "flux3": Scale("FLUX.3 scaled down", "flux3", _shape(2, 4, 4, 256), FLUX3_TEXT, 4, torch.float32, 3),
+    "qwen21": Scale("2.1 scaled down", "qwen-image-2.1", _QWEN21_SMALL, QWEN21_TEXT, 4, torch.float32, 3),
 }
 
 
@@ -116,8 +124,10 @@ def build_transformer(scale: Scale, device: str) -> Any:
     model = model.to(scale.dtype).to_empty(device=device).requires_grad_(False)
     for parameter in model.parameters():
         parameter.normal_(0.0, 0.02)
-    if isinstance(model, QwenImageTransformer2DModel):  # its tables are plain attributes, made on the meta device
-        model.pos_embed = type(model.pos_embed)(theta=10000, axes_dim=[16, 56, 56], scale_rope=True)
+    if hasattr(model.pos_embed, "freqs") or isinstance(model, QwenImageTransformer2DModel):
+        # Its tables are plain attributes, made on the meta device.
+        options = {"scale_rope": True} if isinstance(model, QwenImageTransformer2DModel) else {}
+        model.pos_embed = type(model.pos_embed)(theta=10000, axes_dim=[16, 56, 56], **options)
     return model
 
 
@@ -136,7 +146,7 @@ def training_step(model: Any, scale: Scale, batch: Batch, mode: str, device: str
     channels = get_family(scale.family).widths(model).image
     image = torch.randn(sum(batch.image_lengths), channels, **options)
     text = [
-        TextEmbedding(torch.randn(n, scale.text_width, **options), torch.randn(768, **options))
+        TextEmbedding(torch.randn(n, scale.text_width, **options), torch.randn(768, **options), places=(n // 4,))
         for n in batch.text_lengths
     ]
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
@@ -286,6 +296,7 @@ def main() -> None:
         texts = [n // scale.divide for n in (scale.text_lengths * count)[:count]]
         batch = Batch([n // scale.divide for n in BATCHES[name]], texts)
         baseline: dict[tuple[str, bool, bool], float] = {}
+        pairs = sum(map(get_family(scale.family).pairs, batch.text_lengths, batch.shapes))
         for mode, compiled, checkpointing in ROWS:
             if mode not in arguments.rows or (arguments.compiled and not compiled):
                 continue
@@ -318,7 +329,7 @@ def main() -> None:
                     for rival in ("padded", "one by one")
                 ),
                 f"{gib:.1f}",
-                f"{flops(sum(batch.lengths), sum(n * n for n in batch.lengths)) / seconds / peak:.1%}",
+                f"{flops(sum(batch.lengths), pairs) / seconds / peak:.1%}",
             )
             table.append(f"| {' | '.join(cells)} |")
             print(table[-1], flush=True)

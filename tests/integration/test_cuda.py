@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import random
+from itertools import accumulate
 
 import pytest
 import torch
@@ -18,11 +20,12 @@ from qflux.models import get_family
 from qflux.models.family import ModelInputs
 from qflux.models.loading import save_checkpoint
 from qflux.ragged.shapes import Shapes
+from qflux.ragged.spans import Span, SpanAttention, mask_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.fixture(scope="module", params=["flux-kontext", "qwen-image-edit-plus", "flux2"])
+@pytest.fixture(scope="module", params=["flux-kontext", "qwen-image-edit-plus", "flux2", "flux3", "qwen-image-2.1"])
 def recipe(request, tmp_path_factory, data_set):
     family = get_family(request.param)
     folder = tmp_path_factory.mktemp(request.param)
@@ -128,18 +131,19 @@ def test_a_resumed_run_goes_on_where_it_was(recipe, optimizer):
 
 
 @pytest.mark.parametrize("sizes", [[(1, 8, 8)], [(1, 8, 8), (1, 8, 8)], [(1, 8, 8), (1, 6, 10)]], ids=str)
-@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit", "flux2"])
+@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit", "flux2", "flux3", "qwen-image-2.1"])
 def test_gradients_of_fast_attention_are_those_of_plain_attention(name, sizes):
     """cuDNN's backward is wrong if its gradient is a slice, as in diffusers' own single-stream blocks (torch 2.11)."""
     family = get_family(name)
     transformer = family.tiny(0).transformer.to("cuda", torch.bfloat16).requires_grad_(True)
     torch.manual_seed(0)
     options = {"device": "cuda", "dtype": torch.bfloat16}
-    width, pooled = transformer.config.joint_attention_dim, getattr(transformer.config, "pooled_projection_dim", 1)
+    widths = family.widths(transformer)
+    pooled = torch.randn(widths.pooled or 1, **options)
     inputs = ModelInputs(
-        torch.randn(sum(2 * rows * columns for _, rows, columns in sizes), 64, **options),
+        torch.randn(sum(2 * rows * columns for _, rows, columns in sizes), widths.image, **options),
         [Shapes((size,), (size,)) for size in sizes],
-        [TextEmbedding(torch.randn(40, width, **options), torch.randn(pooled, **options)) for _ in sizes],
+        [TextEmbedding(torch.randn(40, widths.text, **options), pooled, places=(7,)) for _ in sizes],
         torch.rand(len(sizes), device="cuda"),
         3.5,
     )
@@ -151,3 +155,40 @@ def test_gradients_of_fast_attention_are_those_of_plain_attention(name, sizes):
         transformer.zero_grad()
     torch.backends.cuda.enable_cudnn_sdp(True)
     assert (gradients[0] - gradients[1]).norm() < 0.03 * gradients[1].norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("longest", [40, 700, 3000], ids=["short", "medium", "long"])
+def test_attention_over_spans_is_that_of_their_mask_whatever_kernel_runs(longest, dtype):
+    """Block-causal samples and several targets behind one prefix, forward and backward, against float64."""
+    random.seed(longest)
+    torch.manual_seed(longest)
+    samples = [spans_of([random.randint(1, longest) for _ in range(3)], targets) for targets in (1, 3)]
+    attention = SpanAttention.of(samples, "cuda")
+    total = attention.spans[-1].queries[1]
+    inputs = [torch.randn(total, 2, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
+    upstream = torch.randn(total, 2, 64, device="cuda", dtype=dtype)
+    output = attention(*inputs)
+    gradients = torch.autograd.grad(output, inputs, upstream)
+
+    query, key, value = (x.transpose(0, 1).double() for x in inputs)
+    scores = (query @ key.transpose(1, 2) / 8).masked_fill(~mask_of(attention.spans).cuda(), float("-inf"))
+    expected = (scores.softmax(-1) @ value).transpose(0, 1)
+    wanted = torch.autograd.grad(expected, inputs, upstream.double())
+    tolerance = 0.02 if dtype == torch.bfloat16 else 1e-4
+    for found, right in zip((output, *gradients), (expected, *wanted), strict=True):
+        assert (found.double() - right).norm() <= tolerance * right.norm()
+
+
+def spans_of(lengths: list[int], targets: int) -> list[Span]:
+    """Text, an image, text, and targets of the last length, which see what came before and themselves."""
+    first, image, text = accumulate(lengths)
+    spans = [
+        Span((0, first), ((0, first),), causal=True),
+        Span((first, image), ((0, image),)),
+        Span((image, text), ((0, text),), causal=True),
+    ]
+    for start in range(text, text + targets * lengths[-1], lengths[-1]):
+        end = start + lengths[-1]
+        spans.append(Span((start, end), ((0, text), (start, end))))
+    return spans

@@ -81,7 +81,7 @@ def test_products_around_a_gelu(randn):
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit-plus", "flux2"])
+@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit-plus", "flux2", "flux3", "qwen-image-2.1"])
 def test_a_whole_transformer(name, adapter, monkeypatch):
     family = get_family(name)
     transformer = family.tiny(0).transformer.to("cuda", torch.bfloat16)
@@ -99,11 +99,15 @@ def test_a_whole_transformer(name, adapter, monkeypatch):
     def numbers(*size):
         return torch.randn(*size, device="cuda", generator=generator).bfloat16()
 
-    width = transformer.config.joint_attention_dim
-    pooled = getattr(transformer.config, "pooled_projection_dim", None)
-    text = [TextEmbedding(numbers(n, width), numbers(pooled) if pooled else None) for n in (5, 9, 2)]
-    images = numbers(tokens, transformer.config.in_channels)
+    widths = family.widths(transformer)
     grids = [Shapes(tuple(sample[:1]), tuple(sample[1:])) for sample in shapes]
+    text = [
+        TextEmbedding(
+            numbers(n, widths.text), numbers(widths.pooled) if widths.pooled else None, places=(1,) * len(grid.controls)
+        )
+        for n, grid in zip((5, 9, 2), grids, strict=True)
+    ]
+    images = numbers(tokens, widths.image)
     inputs = ModelInputs(images, grids, text, torch.tensor([0.2, 0.9, 0.5], device="cuda"), 3.5)
     with torch.no_grad():
         actual = family.velocity(transformer, inputs).float()
