@@ -3,8 +3,8 @@
     python benchmarks/attention_kernels.py          # needs CUDA
 
 Forward and backward of B samples of 24 heads × 128 channels in bf16. Every row is the median of one run. The second
-table is about targets behind one prefix (`qflux.ragged.spans`): a call for each of them, one call of varying lengths for
-all, what qflux chooses, and as many samples of their own.
+table is about targets behind one prefix (`qflux.ragged.spans`): a call for each of them, one call of varying lengths
+for all, what qflux chooses, and as many samples of their own.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def main() -> None:
         chosen = SpanAttention.of([behind_prefix(prefix, count, target)], "cuda")
         tokens, apart = prefix + count * target, [prefix + target] * count
         forced = [partial(attend_by, chosen, varlen) for varlen in (False, True)]
-        cells = [f"{milliseconds(kernel, tokens):.2f}" for kernel in (*forced, chosen)]
+        ways: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = [*forced, chosen]
+        cells = [f"{milliseconds(way, tokens):.2f}" for way in ways]
         cells.append(f"{milliseconds(per_sample(apart, SDPBackend.CUDNN_ATTENTION), sum(apart)):.2f}")
         print(f"| {prefix}, {count} x {target} | {' | '.join(cells)} |", flush=True)
 
