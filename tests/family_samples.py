@@ -81,6 +81,16 @@ def random_sample(
     )
 
 
+Case = Sequence[Sequence[tuple[int, int]]]
+"""Per sample: rows and columns of the target, then of each control."""
+
+
+def samples_of(case: Case, seed: int = 0, text: Sequence[int] | None = None, unit: int = 1) -> list[Sample]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = text or [7] * len(case)
+    return [random_sample(shapes, generator, n, unit) for shapes, n in zip(case, lengths, strict=False)]
+
+
 @dataclass
 class PaddedBatch:
     """Samples in the padded calling convention, with `fill` in every padding place."""
@@ -460,16 +470,9 @@ class Models:
         # Where it is one sequence, the target is the end of it.
         return output[-sample.shapes.target_tokens :] if self.reference.targets_only else output
 
-    def samples(
-        self, case: Sequence[Sequence[tuple[int, int]]], seed: int = 0, text: Sequence[int] | None = None
-    ) -> list[Sample]:
+    def samples(self, case: Case, seed: int = 0, text: Sequence[int] | None = None) -> list[Sample]:
         """Random samples with images of these shapes and texts of these lengths."""
-        generator = torch.Generator().manual_seed(seed)
-        lengths = text or [7] * len(case)
-        return [
-            random_sample(shapes, generator, length, self.reference.unit)
-            for shapes, length in zip(case, lengths, strict=False)
-        ]
+        return samples_of(case, seed, text, self.reference.unit)
 
     def packed(self, samples: Sequence[Sample], padded: bool = False) -> tuple[Tensor, ...]:
         """Samples as one ragged batch, as training runs them; one output per sample."""

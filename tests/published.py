@@ -20,7 +20,12 @@ def published(name: str, seed: int = 0) -> Any:
     """Components of a family: tiny weights, and the image processor as it is published."""
     components = get_family(name).tiny(seed)
     if getattr(components, "processor", None) is not None:
-        components.processor.image_processor = Qwen2VLImageProcessorPil(min_pixels=3136, max_pixels=QWEN_MOST_PIXELS)
+        own = components.processor.image_processor
+        components.processor.image_processor = Qwen2VLImageProcessorPil(
+            min_pixels=3136,
+            max_pixels=QWEN_MOST_PIXELS,
+            **{name: getattr(own, name) for name in ("patch_size", "image_mean", "image_std")},
+        )
     return components
 
 

@@ -109,10 +109,12 @@ def test_a_whole_transformer(name, adapter, monkeypatch):
     ]
     images = numbers(tokens, widths.image)
     inputs = ModelInputs(images, grids, text, torch.tensor([0.2, 0.9, 0.5], device="cuda"), 3.5)
+    used = []
+    monkeypatch.setattr(fused, "add_gated", lambda *args, own=fused.add_gated: (used.append(1), own(*args))[1])
     with torch.no_grad():
         actual = family.velocity(transformer, inputs).float()
         monkeypatch.setattr(fused, "ready", lambda tokens: False)
         plain = family.velocity(transformer, inputs).float()
         exact = family.velocity(transformer.float(), inputs).float()
-    assert not torch.equal(actual, plain), "the kernels were not used"
+    assert used, "the kernels were not used"
     assert (actual - exact).norm() <= 1.2 * (plain - exact).norm() + 1e-3 * exact.norm()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_family_parity import assert_equal_to_alone, samples_of, valid_rows
+from test_family_parity import assert_equal_to_alone, valid_rows
 
-from family_samples import Models, PaddedBatch
+from family_samples import Models, PaddedBatch, samples_of
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_family_parity import CASES, assert_equal_to_alone, samples_of, valid_rows
+from test_family_parity import CASES, assert_equal_to_alone, valid_rows
 
-from family_samples import Models, PaddedBatch
+from family_samples import Models, PaddedBatch, samples_of
 from qflux.models import QwenImageTransformer2DModel
 
 IMAGES = [[(3, 4)], [(2, 5), (3, 3)], [(4, 2), (2, 2), (1, 7), (3, 3)]]

@@ -94,8 +94,13 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) ->
 
 
 def _attend_one(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    q, k, v = (rearrange(x, "s h d -> 1 h s d") for x in (query, key, value))
-    return rearrange(F.scaled_dot_product_attention(q, k, v), "1 h s d -> s h d")
+    q, k, v = heads_first(query, key, value)
+    return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
+
+
+def heads_first(*tensors: Tensor) -> list[Tensor]:
+    """`(S, H, D)` as `(1, H, S, D)`; by hand, because it is done for every sample of every block."""
+    return [x.transpose(0, 1)[None] for x in tensors]
 
 
 def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -16,12 +16,14 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from qflux.ragged.attention import BY_SPEED, contiguous_gradient, prefers_varlen, under_autocast
+from qflux.ragged.attention import BY_SPEED, contiguous_gradient, heads_first, prefers_varlen, under_autocast
 from qflux.ragged.transfer import upload
+
+FEW = 4
+"""So many short spans run faster one by one: what one call for all of them saves, putting them together costs."""
 
 Range = tuple[int, int]
 """First token, and the one after the last."""
@@ -57,7 +59,7 @@ class Span:
         return Span(queries, tuple(keys), self.causal)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Arrangement:
     """The joint sequence of one sample whose images do not simply follow its text."""
 
@@ -90,9 +92,13 @@ def mask_of(spans: Sequence[Span]) -> Tensor:
     return seen
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SpanAttention:
-    """Attention over the spans of a packed batch."""
+    """Attention over the spans of a packed batch.
+
+    Neither this nor `_Group` is frozen: compiled code would look into a frozen dataclass, and be compiled anew for
+    every batch.
+    """
 
     spans: tuple[Span, ...]
     """Of all samples, in the tokens of the whole batch."""
@@ -117,14 +123,15 @@ class SpanAttention:
         queries = query.split([span.width for span in self.spans])
         keys, values = _Take.apply(key, ranges), _Take.apply(value, ranges)
         attended: list[Tensor] = [query] * len(self.spans)
-        for group in self._groups:
-            picked = ([parts[place] for place in group.places] for parts in (queries, keys, values))
-            for place, part in zip(group.places, group(*picked), strict=True):
-                attended[place] = part
+        with sdpa_kernel(BY_SPEED, set_priority=True):
+            for group in self._groups:
+                picked = ([parts[place] for place in group.places] for parts in (queries, keys, values))
+                for place, part in zip(group.places, group(*picked), strict=True):
+                    attended[place] = part
         return contiguous_gradient(torch.cat(attended))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Group:
     """Spans that one kernel can run together: all causal, or none."""
 
@@ -146,26 +153,27 @@ class _Group:
         return cls(tuple(places), chosen[0].causal, tuple(counts[0]), longest, (query, key))
 
     def __call__(self, queries: list[Tensor], keys: list[Tensor], values: list[Tensor]) -> Sequence[Tensor]:
-        if prefers_varlen(queries[0], self.widths):
+        if len(queries) > FEW and prefers_varlen(queries[0], self.widths):
             from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  (registers CUDA ops on import)
 
             query, key, value = (torch.cat(parts) for parts in (queries, keys, values))
             window = (-1, 0) if self.causal else (-1, -1)
             out = varlen_attn(query, key, value, *self.offsets, *self.longest, window_size=window)
             return cast(Tensor, out).split(self.widths)
-        with sdpa_kernel(BY_SPEED, set_priority=True):
-            return [self._attend(q, k, v) for q, k, v in zip(queries, keys, values, strict=True)]
+        return [_attend(q, k, v, self.causal) for q, k, v in zip(queries, keys, values, strict=True)]
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        q, k, v = (rearrange(x, "s h d -> 1 h s d") for x in (query, key, value))
-        if not self.causal:
-            out = F.scaled_dot_product_attention(q, k, v)
-        elif len(query) == len(key):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            seen = torch.ones(len(query), len(key), dtype=torch.bool, device=q.device).tril(len(key) - len(query))
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-        return rearrange(out, "1 h s d -> s h d")
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    q, k, v = heads_first(query, key, value)
+    if not causal:
+        out = F.scaled_dot_product_attention(q, k, v)
+    elif q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        # What torch calls for `causal_lower_right`, without what it looks at before.
+        out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
+    else:
+        seen = torch.ones(len(query), len(key), dtype=torch.bool, device=q.device).tril(len(key) - len(query))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    return out[0].transpose(0, 1)
 
 
 class _Take(torch.autograd.Function):
@@ -184,6 +192,8 @@ class _Take(torch.autograd.Function):
         shape, dtype, device = ctx.like
         total = torch.zeros(shape, dtype=dtype, device=device)
         for keys, grad in zip(ctx.ranges, grads, strict=True):
-            for (first, end), part in zip(keys, grad.split([b - a for a, b in keys]), strict=True):
-                total[first:end] += part
+            start = 0
+            for first, end in keys:
+                total[first:end] += grad[start : start + end - first]
+                start += end - first
         return total, None

@@ -108,9 +108,9 @@ class RaggedQwenImage21Block(QwenImage21TransformerBlock):
                 segments,
                 key_valid,
             )
-        scale, gate, scale_mlp, gate_mlp = modulation.chunk(4, dim=-1)
-        tokens = norm_modulate(self.img_norm1, hidden_states, scale, None, row)
+        tokens = norm_modulate(self.img_norm1, hidden_states, modulation.chunk(4, dim=-1)[0], None, row)
         attended = self._attended(tokens, rotary_emb, layout)
+        _, gate, scale_mlp, gate_mlp = modulation.chunk(4, dim=-1)  # behind attention, where compiled code begins anew
         tokens = add_gated(hidden_states, gate.tanh(), attended, row)
         modulated = norm_modulate(self.img_norm2, tokens, scale_mlp, None, row)
         return clip_fp16(add_gated(tokens, gate_mlp.tanh(), self.img_mlp(modulated), row))
