@@ -59,6 +59,10 @@ def change(file: Path, **values: object) -> None:
     [
         ("flux2", "flux-kontext"),
         ("flux-kontext", "flux2"),
+        ("flux3", "flux2"),
+        ("qwen-image-2.1", "qwen-image"),
+        pytest.param("qwen-image", "qwen-image-2.1", marks=pytest.mark.slow),
+        pytest.param("flux2", "flux3", marks=pytest.mark.slow),
         pytest.param("flux2, dev", "qwen-image", marks=pytest.mark.slow),
         pytest.param("qwen-image-edit", "flux2", marks=pytest.mark.slow),
         ("qwen-image-edit", "qwen-image-edit-plus"),  # one class of transformer, another pipeline

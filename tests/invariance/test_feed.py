@@ -50,7 +50,13 @@ def test_batches_are_the_same_whatever_the_number_of_workers(config, batching):
 
 @pytest.mark.parametrize(
     "name",
-    ["flux-kontext", pytest.param("qwen-image-edit", marks=pytest.mark.slow), "qwen-image-edit-plus", "flux2"],
+    [
+        "flux-kontext",
+        pytest.param("qwen-image-edit", marks=pytest.mark.slow),
+        pytest.param("qwen-image-edit-plus", marks=pytest.mark.slow),
+        "flux2",
+        "qwen-image-2.1",
+    ],
 )
 @pytest.mark.parametrize("batching", [{"batch_size": 3}, pytest.param({"max_tokens": 1500}, marks=pytest.mark.slow)])
 def test_batches_are_the_same_with_and_without_the_cache(name, batching, data_set, tmp_path):

@@ -6,7 +6,6 @@ import json
 import logging
 from dataclasses import replace
 
-import diffusers
 import pytest
 import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
@@ -14,11 +13,13 @@ from diffusers.loaders.lora_conversion_utils import (
     _convert_kohya_flux2_lora_to_diffusers,
     _convert_kohya_flux_lora_to_diffusers,
     _convert_non_diffusers_flux2_lora_to_diffusers,
+    _convert_non_diffusers_flux3_lora_to_diffusers,
     _convert_non_diffusers_qwen_lora_to_diffusers,
 )
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from family_samples import REFERENCES
 from qflux.adapters.attach import Weighted, attach, attach_all, set_weights
 from qflux.adapters.export import merge, probe, require_same_output, save_verified
 from qflux.adapters.files import Record, names_of, read_adapter
@@ -31,7 +32,7 @@ from qflux.errors import CheckpointError
 from qflux.models import get_family
 from qflux.sampling.predictor import recorded_preprocessing
 
-FAMILIES = ("flux-kontext", "qwen-image", "qwen-image-edit", "qwen-image-edit-plus", "flux2")
+FAMILIES = ("flux-kontext", "qwen-image", "qwen-image-edit", "qwen-image-edit-plus", "flux2", "flux3", "qwen-image-2.1")
 FLUX_WIDTH, FLUX_MLP = 3072, 12288
 
 
@@ -197,6 +198,25 @@ def test_flux2_files_of_ai_toolkit_load_as_diffusers_loads_them(suffixes, tmp_pa
         assert torch.allclose(layer.scale * layer.up @ layer.down, up @ down, atol=1e-5), name
 
 
+@pytest.mark.parametrize("alpha", [2.0, 7.0])
+def test_what_diffusers_reads_from_flux3s_original_names_has_the_same_effect(alpha):
+    family, _, names = model("flux3")
+    lora = random_lora(names, family.facts.lora_targets, alpha=alpha)
+    tensors = {}
+    for original, (layer,) in names.fused.items():
+        if layer not in lora:
+            continue  # no layer of a block: diffusers' reader does not know its original name
+        found = lora[layer]
+        strength = found.scale
+        tensors |= {f"diffusion_model.{original}.lora_A.weight": found.down}
+        tensors |= {f"diffusion_model.{original}.lora_B.weight": strength * found.up}
+    theirs = _convert_non_diffusers_flux3_lora_to_diffusers(tensors)
+    assert {key.removeprefix("transformer.").rpartition(".lora_")[0] for key in theirs} == set(lora)
+    for name, layer in lora.items():
+        down, up = (theirs[f"transformer.{name}.lora_{part}.weight"] for part in "AB")
+        assert torch.allclose(up @ down, layer.scale * layer.up @ layer.down, atol=1e-5), name
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("alpha", [1.0, 4.0, 10.0])
 def test_a_file_loads_into_diffusers_with_no_unmatched_key_and_its_strength(name, alpha, tmp_path, caplog):
@@ -208,9 +228,7 @@ def test_a_file_loads_into_diffusers_with_no_unmatched_key_and_its_strength(name
     ours = probe(transformer, family)
 
     parts = family.tiny(0)
-    pipeline = getattr(diffusers, family.pipeline)(
-        **{key: value for key, value in vars(parts).items() if value is not None}
-    )
+    pipeline = REFERENCES[name].make(family.pipeline, {k: v for k, v in vars(parts).items() if v is not None})
     logging.getLogger("diffusers").propagate = True
     with caplog.at_level(logging.WARNING):
         pipeline.load_lora_weights(tmp_path)
@@ -388,7 +406,7 @@ def test_several_loras_count_by_their_weights(tmp_path):
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
-@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit-plus", "flux2"])
+@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit-plus", "flux2", "flux3", "qwen-image-2.1"])
 def test_merged_weights_reproduce_base_and_lora(name, dora):
     family, transformer, names = model(name)
     lora = random_lora(names, ATTENTION, dora=dora)
@@ -471,7 +489,7 @@ def test_a_dora_loads_into_diffusers_with_its_strength_and_back(name, alpha, tmp
     attach(transformer, lora, "mine")
     set_weights(transformer, {"mine": 1.0})
     parts = family.tiny(0)
-    pipeline = getattr(diffusers, family.pipeline)(**{k: v for k, v in vars(parts).items() if v is not None})
+    pipeline = REFERENCES[name].make(family.pipeline, {k: v for k, v in vars(parts).items() if v is not None})
     logging.getLogger("diffusers").propagate = True
     with caplog.at_level(logging.WARNING):
         pipeline.load_lora_weights(tmp_path)
@@ -490,7 +508,7 @@ def flat(lora: LoraLayers, prefix: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("prefix", ["lora_transformer_", "lycoris_"], ids=["OneTrainer", "SimpleTuner"])
-@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit", "flux2"])
+@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit", "flux2", "flux3", "qwen-image-2.1"])
 def test_files_of_other_trainers_load_with_their_strength(name, prefix, tmp_path):
     family, transformer, names = model(name)
     lora = random_lora(names, EVERYTHING, alpha=3.0)
@@ -561,7 +579,7 @@ def test_metadata_of_a_hundred_thousand_brackets_is_an_error_and_no_crash(tmp_pa
 
 
 @pytest.mark.parametrize("alpha", [4.0, 10.0])
-@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image", "flux2"])
+@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image", "flux2", "flux3", "qwen-image-2.1"])
 def test_on_the_transformer_alone_the_alphas_are_given_along(name, alpha, tmp_path):
     """`load_lora_adapter` reads no alpha tensors; what docs/inference.md says of it."""
     family, transformer, names = model(name)

@@ -87,7 +87,8 @@ def probe(transformer: Any, family: Family) -> Tensor:
         return torch.randn(*shape, generator=random).to(device, dtype)
 
     texts = [
-        TextEmbedding(draw(length, widths.text), draw(widths.pooled) if widths.pooled else None) for length in (7, 12)
+        TextEmbedding(draw(length, widths.text), draw(widths.pooled) if widths.pooled else None, places=(3,))
+        for length in (7, 12)
     ]
     sigma = torch.tensor([0.3, 0.8], device=device)
     was_training = transformer.training

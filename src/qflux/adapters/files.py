@@ -131,7 +131,7 @@ def names_of(family: Family, transformer: nn.Module) -> Names:
     """The layers of a family's model, and what they are called."""
     shapes = linear_layers(transformer)
     names = family.original_names(shapes)
-    return Names(shapes, family.lora_prefix, names, family.swapped_names, family.lora_alphas)
+    return Names(shapes, family.lora_prefix, names, family.swapped_names, family.lora_alphas, family.keeps_names)
 
 
 def write_lora(path: Path, layers: Mapping[str, LoraLayer], form: str, names: Names, record: Record) -> None:

@@ -32,6 +32,8 @@ class Names:
     """Original names of layers whose outputs are two halves, which diffusers has in the other order."""
     takes_alphas: bool = True
     """diffusers' pipeline reads alphas."""
+    keeps_others: bool = False
+    """Layers that are in no fused one are called the same elsewhere; otherwise they have no counterpart."""
 
     def is_original(self, layers: Iterable[str]) -> bool:
         return any(name in self.fused for name in layers)
@@ -54,7 +56,7 @@ class Names:
         within = self._within
         result: LoraLayers = {}
         for name, layer in layers.items():
-            if self.fused and name not in within:
+            if self.fused and name not in within and not self.keeps_others:
                 raise CheckpointError(
                     f"{name} has no counterpart in the original model", "export as diffusers, or train without it."
                 )

@@ -162,6 +162,8 @@ class Family:
     """Which image the reference pipeline takes the result's size from; the last one is -1."""
     lora_alphas: bool = True
     """diffusers' pipeline reads alphas beside the matrices. Where it does not, the strength is in the matrices."""
+    keeps_names: bool = False
+    """Layers that `original_names` does not name are called the same elsewhere."""
     swapped_names: frozenset[str] = frozenset()
     """Original names of layers whose outputs are two halves, which diffusers has in the other order."""
     usage_note: str = ""

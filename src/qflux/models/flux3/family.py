@@ -22,7 +22,7 @@ from qflux.models.flux2.positions import text_ids
 from qflux.models.flux3.components import Flux3Components
 from qflux.models.flux3.encoders import LAYERS, Flux3Encoder, text_counter
 from qflux.models.flux3.facts import FACTS
-from qflux.models.flux3.names import original_names
+from qflux.models.flux3.names import SWAPPED, original_names
 from qflux.models.flux3.positions import control_ids, target_ids
 from qflux.models.flux3.tiny import SHIFT, tiny
 from qflux.models.flux3.transformer import Flux3Layout, Flux3Transformer2DModel
@@ -166,6 +166,7 @@ FLUX3 = Family(
     lora_prefix="transformer.",
     lora_alphas=False,
     original_names=original_names,
+    swapped_names=SWAPPED,
     usage_note=(
         "diffusers' pipeline rewrites prompts before it encodes them (its prompt_upsampler step). This LoRA was "
         "trained on prompts as they are: leave that step out, or train on rewritten prompts."

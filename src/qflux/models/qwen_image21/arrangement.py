@@ -59,6 +59,11 @@ def arrange(text: int, shapes: Shapes, places: Sequence[int]) -> Arrangement:
     return Arrangement(torch.cat(order), tuple(spans))
 
 
+def pairs_of(text: int, shapes: Shapes) -> int:
+    """Pairs of tokens of which one sees the other. Where in the text a control stands makes next to no difference."""
+    return sum(span.pairs for span in arrange(text, shapes, [0] * len(shapes.controls)).spans)
+
+
 def positions(text: int, shapes: Shapes, places: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Numbers of rotary positions (frame, row, column): `(l, 3)` of text tokens, `(n, 3)` of image tokens.
 

@@ -17,14 +17,13 @@ from qflux.losses.timesteps import NoiseShift
 from qflux.models.family import Arithmetic, Family, InputWidths, ModelInputs
 from qflux.models.loading import checkpoint_folder, load_other, load_part, require_template
 from qflux.models.qwen_image.prompts import REFERENCE_AREA, condition_size
-from qflux.models.qwen_image21.arrangement import arrange
+from qflux.models.qwen_image21.arrangement import pairs_of
 from qflux.models.qwen_image21.components import QwenImage21Components
 from qflux.models.qwen_image21.encoders import QwenImage21Encoder, text_counter
 from qflux.models.qwen_image21.facts import FACTS
 from qflux.models.qwen_image21.prompts import PromptProcessor
 from qflux.models.qwen_image21.tiny import tiny
 from qflux.models.qwen_image21.transformer import QwenImage21Layout, QwenImage21Transformer2DModel
-from qflux.ragged.shapes import Shapes
 
 _MODELS: dict[str, Any] = {
     "transformer": QwenImage21Transformer2DModel,
@@ -57,11 +56,6 @@ def velocity(transformer: Any, inputs: ModelInputs) -> Tensor:
         layout=QwenImage21Layout.build(inputs.text_lengths, inputs.shapes, places, inputs.images.device, inputs.padded),
         return_dict=False,
     )[0]
-
-
-def pairs(text: int, shapes: Shapes) -> int:
-    """Pairs of tokens of which one sees the other. Where in the text a control stands makes next to no difference."""
-    return sum(span.pairs for span in arrange(text, shapes, [0] * len(shapes.controls)).spans)
 
 
 def combine(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
@@ -107,7 +101,7 @@ QWEN_IMAGE_21 = Family(
     encoder=QwenImage21Encoder,
     text_counter=text_counter,
     velocity=velocity,
-    pairs=pairs,
+    pairs=pairs_of,
     combine=combine,
     blocks=blocks,
     widths=widths,
@@ -115,5 +109,6 @@ QWEN_IMAGE_21 = Family(
     noise_shift=NoiseShift.of,
     lora_prefix="",
     original_names=original_names,
+    keeps_names=True,
 )
 FAMILIES = {QWEN_IMAGE_21.name: QWEN_IMAGE_21}

@@ -1,0 +1,130 @@
+"""FLUX.3 and Qwen-Image-2.1: what stays diffusers' own, how images reach their size, and what is refused."""
+
+from __future__ import annotations
+
+import random
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
+from diffusers.modular_pipelines.flux3.image_processor import Flux3ImageProcessor
+
+from family_samples import REFERENCES, Models
+from helpers import picture
+from qflux.data.images.pixels import to_pixels
+from qflux.models import get_family
+from qflux.models.flux3.family import lone_view
+from qflux.models.flux3.transformer import Flux3Layout
+from qflux.models.qwen_image21.arrangement import arrange, pairs_of, positions
+from qflux.models.qwen_image21.transformer import QwenImage21Layout
+from qflux.ragged.shapes import Shapes
+from qflux.ragged.spans import mask_of
+
+NAMES = ("flux3", "qwen-image-2.1")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_without_a_layout_is_diffusers_own(name):
+    models = Models(name)
+    (sample,) = models.samples([[(3, 4), (2, 2)]])
+    arguments = models.reference.alone(models.reference.fitted(sample))
+    assert torch.equal(models.ours(**arguments).sample, models.stock(**arguments).sample)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_saved_transformer_loads_as_diffusers_class(name, tmp_path):
+    model = get_family(name).tiny(0).transformer
+    model.save_pretrained(tmp_path)
+    loaded = REFERENCES[name].stock.from_pretrained(tmp_path)
+    assert type(loaded) is REFERENCES[name].stock
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_replaced_attention_is_refused_and_never_left_out(name):
+    models = Models(name)
+    first = models.family.blocks(models.ours)[0]
+
+    class Doubled(type(first.attn.processor)):
+        pass
+
+    first.attn.set_processor(Doubled())
+    with pytest.raises(ValueError, match="attention processor Doubled is not used"):
+        models.packed(models.samples([[(3, 4)], [(2, 2)]]))
+
+
+def test_a_distilled_model_is_told_where_a_step_leads_and_no_other_is():
+    for name, given in (("flux3", torch.zeros(1)), ("flux3, distilled", None)):
+        models = Models(name)
+        (sample,) = models.samples([[(3, 4)]])
+        arguments = models.reference.alone(models.reference.fitted(sample)) | {"target_timestep": given}
+        packed = {key: value[0] for key, value in arguments.items() if key.endswith("hidden_states")}
+        layout = Flux3Layout.build([7], [12], [0])
+        with pytest.raises(ValueError, match="target_timestep is needed by, and only by, a distilled"):
+            models.ours(**{**arguments, **packed}, layout=layout)
+
+
+def test_what_can_not_run_ragged_is_refused():
+    models = Models("qwen-image-2.1")
+    layout = QwenImage21Layout.build([7], [Shapes(((1, 2, 2),))], [()])
+    tokens = torch.zeros(4, 64), torch.zeros(7, 32), torch.zeros(1)
+    with pytest.raises(ValueError, match="kv_cache is not supported"):
+        models.ours(*tokens, layout=layout, kv_cache=QwenImage21KVCache(3), kv_cache_mode="extract")
+    models.ours.register_to_config(causal_condition=False)
+    with pytest.raises(ValueError, match="causal_condition is off"):
+        models.ours(*tokens, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes", "places", "message"),
+    [
+        (5, Shapes(((1, 2, 2),), ((1, 2, 2),)), (), "can't stand at the places"),
+        (5, Shapes(((1, 2, 2),), ((1, 2, 2),)), (6,), "can't stand at the places"),
+        (5, Shapes(((1, 2, 2),), ((1, 2, 2), (1, 2, 2))), (4, 2), "can't stand at the places"),
+    ],
+)
+def test_controls_stand_in_the_text_and_in_order(text, shapes, places, message):
+    with pytest.raises(ValueError, match=message):
+        arrange(text, shapes, places)
+
+
+def test_more_than_the_table_of_positions_holds_is_named():
+    with pytest.raises(ValueError, match="needs 8193 positions; there are 8192"):
+        positions(8192, Shapes(((1, 2, 2),)), ())
+    with pytest.raises(ValueError, match="larger than 2048 a side"):
+        positions(5, Shapes(((1, 2, 2050),)), ())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pairs_are_those_of_the_mask(seed):
+    """What the utilisation of a step is computed from."""
+    rng = random.Random(seed)
+    text, count = rng.randint(1, 20), rng.randint(0, 3)
+    shapes = Shapes(
+        ((1, rng.randint(1, 4), rng.randint(1, 4)),) * rng.randint(1, 3),
+        tuple((1, rng.randint(1, 4), rng.randint(1, 4)) for _ in range(count)),
+    )
+    assert pairs_of(text, shapes) == int(mask_of(arrange(text, shapes, [0] * count).spans).sum())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_single_reference_of_flux3_is_mirrored_as_its_pipeline_does(seed):
+    rng = random.Random(seed)
+    width, height = rng.choice([(rng.randint(3, 200), rng.randint(3, 200)), (rng.randint(900, 2300), 1111), (5000, 90)])
+    image = picture(width, height, seed)
+    expected, kwargs = Flux3ImageProcessor().preprocess(image, resize_mode="fill")
+    transform = lone_view(width, height)
+    ours = to_pixels(transform(image))
+    assert ours.shape == expected[0].shape
+    assert (ours - expected[0]).abs().max() <= 1e-5
+    left, top, right, bottom = kwargs["reference_crop"]
+    whole = (0, 0, ours.shape[2], ours.shape[1])
+    assert (transform.kept or whole) == (left, top, right, bottom)
+    assert np.prod(transform.size) <= 4 * 1024 * 1024
+
+
+def test_diffusers_has_the_classes_that_these_families_extend():
+    for name in NAMES:
+        assert getattr(diffusers, get_family(name).facts.transformer) is REFERENCES[name].stock
