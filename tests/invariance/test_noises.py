@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from family_samples import REFERENCES, Models, lora_gradient
+from helpers import picture
 from qflux.commands import Trainer
 from qflux.config import load_config
 from qflux.data.encoded import TextEmbedding
@@ -19,6 +20,8 @@ from qflux.models import FAMILIES, get_family
 from qflux.models.family import ModelInputs
 from qflux.models.loading import save_checkpoint
 from qflux.ragged.shapes import Shapes
+from qflux.sampling.predictor import Edit
+from qflux.sampling.sampler import Sampler
 
 SHARING = [name for name, reference in REFERENCES.items() if get_family(reference.family).facts.shares_prefix]
 TOLERANCE = 1e-5
@@ -85,6 +88,7 @@ def project(name: str, folder, data=None, **train):
         "lora": {"rank": 4},
         "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
         "train": {"max_train_steps": 2, **train},
+        "predict": {"true_cfg_scale": 2.0},
     }
     trainer = Trainer(load_config(settings))
     trainer.cache()
@@ -131,3 +135,22 @@ def test_noises_are_those_of_as_many_visits():
     assert list(Noises(1).numbers(3)) == [3]
     assert list(Noises(4).numbers(0)) == [0, 1, 2, 3]
     assert [number for visit in range(3) for number in Noises(4).numbers(visit)] == list(range(12))
+
+
+def test_sampling_runs_the_prefix_once_and_gives_what_running_it_in_every_step_gives(tmp_path, monkeypatch):
+    predictor = project("qwen-image-2.1", tmp_path).predictor()
+    edits = [
+        Edit(tuple(picture(64, 96, i) for i in range(count)), "x", negative_prompt="bad", seed=count, size=(64, 96))
+        for count in (0, 1, 3)
+    ]
+    sizes = []
+    transformer = predictor._transformer
+    transformer.transformer_blocks[0].register_forward_pre_hook(lambda block, args: sizes.append(len(args[0])))
+    kept = [tokens for tokens, _ in predictor.latents(edits, steps=3)]
+    assert sizes[0] > sizes[1] == sizes[2] == 2 * sum(len(tokens) for tokens in kept), "guided ones run twice"
+    monkeypatch.setattr(Sampler, "_memory", lambda *_: None)
+    sizes.clear()
+    again = [tokens for tokens, _ in predictor.latents(edits, steps=3)]
+    assert len(set(sizes)) == 1
+    for first, second in zip(kept, again, strict=True):
+        assert (first - second).abs().max() <= TOLERANCE

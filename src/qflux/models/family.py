@@ -19,6 +19,7 @@ from qflux.errors import ConfigError
 from qflux.losses.timesteps import NoiseShift
 from qflux.models.facts import Facts
 from qflux.ragged.layout import PackedLayout, PaddedLayout, RaggedLayout
+from qflux.ragged.prefix import PrefixMemory
 from qflux.ragged.shapes import ImageShape, Shapes
 from qflux.ragged.spans import Arrangement
 
@@ -57,6 +58,8 @@ class ModelInputs:
     """Run the padded reference instead of the packed layout."""
     onward: Tensor | None = None
     """Noise levels that sampling goes on to; none in training, where a step leads nowhere."""
+    memory: PrefixMemory | None = None
+    """Where sampling keeps what does not depend on the noise, in families that have such; it is of this batch."""
 
     @property
     def text_lengths(self) -> list[int]:

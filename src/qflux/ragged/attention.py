@@ -35,22 +35,29 @@ _WITH_MASK = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 
 
 def ragged_attention(
-    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, offsets_host: tuple[int, ...]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Tensor,
+    offsets_host: tuple[int, ...],
+    of_keys: tuple[Tensor, tuple[int, ...]] | None = None,
 ) -> Tensor:
     """Each sample attends to itself. `(T, H, D)` each; sample b is rows `offsets[b]` to `offsets[b + 1]`.
 
     `offsets_host` holds the same numbers as `offsets`, so that no kernel choice or slice waits for the device.
+    `of_keys` are both for the keys, where a sample has more of them than queries.
     """
-    lengths = [end - start for start, end in pairwise(offsets_host)]
+    key_offsets, key_offsets_host = of_keys or (offsets, offsets_host)
+    lengths, reaches = ([end - start for start, end in pairwise(host)] for host in (offsets_host, key_offsets_host))
     if not len(query):
         return nothing(query, key, value)
     query, key, value = under_autocast(query, key, value)
     if prefers_varlen(query, lengths):
         from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  (registers CUDA ops on import)
 
-        longest = max(lengths)
-        return cast(Tensor, varlen_attn(query, key, value, offsets, offsets, longest, longest))
-    samples = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
+        out = varlen_attn(query, key, value, offsets, key_offsets, max(lengths), max(reaches))
+        return cast(Tensor, out)
+    samples = zip(query.split(lengths), key.split(reaches), value.split(reaches), strict=True)
     with sdpa_kernel(BY_SPEED, set_priority=True):
         out = torch.cat([_attend_one(q, k, v) for q, k, v in samples])
     return contiguous_gradient(out)

@@ -6,6 +6,7 @@ Shapes: B samples, M target tokens of the whole batch, C channels, n steps.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from qflux.errors import ConfigError
 from qflux.losses.timesteps import NoiseShift
 from qflux.models.family import Family, ModelInputs
 from qflux.ragged.interleave import Interleave
+from qflux.ragged.prefix import PrefixMemory
 from qflux.ragged.shapes import ImageShape, Shapes
 
 Levels = NDArray[np.float64]
@@ -99,17 +101,29 @@ class Sampler:
         controls = torch.cat([edits[row].controls for row in rows])
         lengths = [targets[row] for row in rows]
         images = Interleave.build(lengths, [len(edits[row].controls) for row in rows], controls.device)
+        memory = self._memory(sum(len(item.tokens) for item in text) + len(controls), controls)
 
         def velocity(latents: Tensor, sigma: Tensor, onward: Tensor) -> Tensor:
             parts = latents.split(targets)
             noisy = torch.cat([parts[row] for row in rows])
-            inputs = ModelInputs(images.join(noisy, controls), shapes, text, sigma[rows], guidance, onward=onward[rows])
+            inputs = ModelInputs(
+                images.join(noisy, controls), shapes, text, sigma[rows], guidance, onward=onward[rows], memory=memory
+            )
             predicted = list(images.split(self._family.velocity(self._transformer, inputs))[0].split(lengths))
             for place, row in enumerate(guided):
                 predicted[row] = self._family.combine(predicted[row], predicted[len(edits) + place], scale)
             return torch.cat(predicted[: len(edits)])
 
         return velocity
+
+    def _memory(self, prefix: int, like: Tensor) -> PrefixMemory | None:
+        """For what does not depend on the noise, so many tokens, if there is such, and room for it."""
+        facts = self._family.facts
+        if not facts.shares_prefix:
+            return None
+        needed = 2 * prefix * facts.width * like.element_size() * len(self._family.blocks(self._transformer))
+        free = torch.cuda.mem_get_info(like.device)[0] if like.is_cuda else math.inf
+        return PrefixMemory() if needed < free / 2 else None
 
 
 def schedules(

@@ -48,12 +48,21 @@ def load(pretrained: str, parts: Sequence[str], dtype: torch.dtype, device: torc
 
 def velocity(transformer: Any, inputs: ModelInputs) -> Tensor:
     """`(N, C)` the transformer's prediction, of which the rows of targets mean something."""
-    dtype, places = transformer.dtype, [text.places for text in inputs.text]
+    dtype, memory = transformer.dtype, inputs.memory
+    layout = memory.layout if memory else None
+    if layout is None:
+        places = [text.places for text in inputs.text]
+        layout = QwenImage21Layout.build(
+            inputs.text_lengths, inputs.shapes, places, inputs.images.device, inputs.padded
+        )
+    if memory:
+        memory.layout = layout
     return transformer(
         hidden_states=inputs.images.to(dtype),
         encoder_hidden_states=torch.cat([item.tokens for item in inputs.text]).to(dtype),
         timestep=inputs.sigma.to(dtype),
-        layout=QwenImage21Layout.build(inputs.text_lengths, inputs.shapes, places, inputs.images.device, inputs.padded),
+        layout=layout,
+        memory=memory,
         return_dict=False,
     )[0]
 

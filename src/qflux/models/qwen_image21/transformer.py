@@ -26,8 +26,10 @@ from torch import Tensor
 from qflux.models.compat import picklable, require_plain_attention
 from qflux.models.qwen_image21.arrangement import arrange, positions
 from qflux.ragged.heads import turned_heads
+from qflux.ragged.interleave import Interleave
 from qflux.ragged.layout import PackedLayout, PaddedLayout, RaggedLayout
 from qflux.ragged.modulation import add_gated, clip_fp16, norm_modulate
+from qflux.ragged.prefix import Continued, PrefixMemory, Recorded
 from qflux.ragged.rope import Rotary
 from qflux.ragged.shapes import Shapes, image_tokens
 from qflux.ragged.transfer import upload
@@ -44,6 +46,10 @@ class QwenImage21Layout:
     """`(N,)` which target an image token is of; R if it is of a control."""
     targets: int
     """R, of the whole batch."""
+    lengths: tuple[tuple[int, ...], tuple[int, ...]]
+    """Tokens of each sample before its targets, and of its targets."""
+    images: Interleave
+    """Targets and controls, as two streams and as the images of each sample."""
 
     @classmethod
     def build(
@@ -70,7 +76,28 @@ class QwenImage21Layout:
             positions=(upload(torch.cat(of_text), device), upload(torch.cat(of_image), device)),
             target=upload(torch.cat(rows), device),
             targets=count,
+            lengths=(
+                tuple(length + sample.control_tokens for length, sample in zip(text, shapes, strict=True)),
+                tuple(sample.target_tokens for sample in shapes),
+            ),
+            images=Interleave.build(
+                [sample.target_tokens for sample in shapes], [sample.control_tokens for sample in shapes], device
+            ),
         )
+
+    def recorded(self, memory: PrefixMemory) -> Recorded:
+        """The joint layout, which keeps the prefix of each block."""
+        prefixes, targets = self.lengths
+        kinds = torch.tensor([True, False]).repeat(len(targets))
+        counts = torch.tensor([length for pair in zip(prefixes, targets, strict=True) for length in pair])
+        rows = kinds.repeat_interleave(counts).nonzero().squeeze(1)
+        return Recorded(self.joint, upload(rows, self.target.device), memory)
+
+    def continued(self, memory: PrefixMemory) -> Continued:
+        """A layout of targets alone, behind the prefix that was kept."""
+        if self.targets != len(self.lengths[1]):
+            raise ValueError("several targets of a sample would see each other: with a memory it has one.")
+        return Continued(memory, *self.lengths, self.target.device)
 
 
 class RaggedQwenImage21Block(QwenImage21TransformerBlock):
@@ -154,12 +181,14 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
         kv_cache_mode: str | None = None,
         return_dict: bool = True,
         layout: QwenImage21Layout | None = None,
+        memory: PrefixMemory | None = None,
     ) -> Transformer2DModelOutput | tuple[Tensor]:
         """diffusers' arguments, and samples of different sizes, numbers of controls and of targets.
 
         With `layout`, `hidden_states` is `(N, in_channels)`, each sample's targets and then its controls;
         `encoder_hidden_states` `(L, text channels)`, without places for images; `timestep` `(R,)`, one for each target;
-        and the output `(N, out_channels)`, of which the rows of targets mean something.
+        and the output `(N, out_channels)`, of which the rows of targets mean something. With `memory`, which has to be
+        of the same batch, only targets run once it has been filled.
         """
         if layout is None:
             return super().forward(
@@ -179,9 +208,8 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
         if not self.config.causal_condition:
             raise ValueError("causal_condition is off in this checkpoint; only models with it can run ragged.")
         require_plain_attention(self.transformer_blocks, QwenImage21AttnProcessor)
-        output = self._forward_ragged(
-            hidden_states, encoder_hidden_states, timestep, layout, attention_kwargs=attention_kwargs
-        )
+        run = self._forward_targets if memory is not None and memory.blocks else self._forward_ragged
+        output = run(hidden_states, encoder_hidden_states, timestep, layout, memory, attention_kwargs=attention_kwargs)
         return Transformer2DModelOutput(sample=output) if return_dict else (output,)
 
     @apply_lora_scale("attention_kwargs")
@@ -191,28 +219,58 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
         text: Tensor,
         timestep: Tensor,
         layout: QwenImage21Layout,
+        memory: PrefixMemory | None,
         *,
         attention_kwargs: dict[str, Any] | None,
     ) -> Tensor:
-        whole = layout.joint
+        whole, (of_text, of_image) = layout.joint, layout.positions
         joint = whole.join(self.txt_in(whole.enter_text(text)), self.img_in(whole.enter_image(image)))
-        levels = torch.cat([timestep, timestep.new_zeros(1)]).to(joint.dtype)
-        temb = self.time_text_embed(levels, joint)
-        table, rotary = self.modulation(temb), self._rotary(layout)
-        of_image = whole.enter_image(layout.target)
-        row = whole.join(torch.full_like(whole.text_sample, layout.targets), of_image)
+        target = whole.enter_image(layout.target)
+        row = whole.join(torch.full_like(whole.text_sample, layout.targets), target)
+        temb = self._conditioning(timestep, joint)
+        rotary = self._rotary(whole.join(whole.enter_text(of_text), whole.enter_image(of_image)))
+        seen = whole if memory is None else layout.recorded(memory)
+        joint = self._blocks(joint, temb, rotary, row, seen)
+        return whole.leave_image(self._predicted(whole.split(joint)[1], temb, target))
+
+    @apply_lora_scale("attention_kwargs")
+    def _forward_targets(
+        self,
+        image: Tensor,
+        text: Tensor,
+        timestep: Tensor,
+        layout: QwenImage21Layout,
+        memory: PrefixMemory,
+        *,
+        attention_kwargs: dict[str, Any] | None,
+    ) -> Tensor:
+        """The same where the prefix has been through all blocks already."""
+        noisy, controls = layout.images.split(image)
+        row, _ = layout.images.split(layout.target)
+        tokens = self.img_in(noisy)
+        temb, rotary = self._conditioning(timestep, tokens), self._rotary(layout.images.split(layout.positions[1])[0])
+        tokens = self._blocks(tokens, temb, rotary, row, layout.continued(memory))
+        return layout.images.join(self._predicted(tokens, temb, row), torch.zeros_like(controls))
+
+    def _conditioning(self, timestep: Tensor, like: Tensor) -> Tensor:
+        """`(R + 1, C)` of the targets, and of what has no noise."""
+        return self.time_text_embed(torch.cat([timestep, timestep.new_zeros(1)]).to(like.dtype), like)
+
+    def _blocks(self, tokens: Tensor, temb: Tensor, rotary: Rotary, row: Tensor, layout: Any) -> Tensor:
+        table = self.modulation(temb)
         checkpointing = torch.is_grad_enabled() and self.gradient_checkpointing
         run = self._gradient_checkpointing_func if checkpointing else _call
         for block in self.transformer_blocks:
-            joint = run(block, joint, table, rotary, *[None] * 7, row, whole)
+            tokens = run(block, tokens, table, rotary, *[None] * 7, row, layout)
+        return tokens
 
-        norm, output = self.norm_out, whole.split(joint)[1]
-        scale = norm.linear(norm.silu(temb).to(output.dtype))
-        return whole.leave_image(self.proj_out(norm_modulate(norm.norm, output, scale, None, of_image)))
+    def _predicted(self, tokens: Tensor, temb: Tensor, row: Tensor) -> Tensor:
+        norm = self.norm_out
+        scale = norm.linear(norm.silu(temb).to(tokens.dtype))
+        return self.proj_out(norm_modulate(norm.norm, tokens, scale, None, row))
 
-    def _rotary(self, layout: QwenImage21Layout) -> Rotary:
-        whole, (text, image) = layout.joint, layout.positions
-        numbers = whole.join(whole.enter_text(text), whole.enter_image(image))
+    def _rotary(self, numbers: Tensor) -> Rotary:
+        """From numbers of positions `(T, 3)`."""
         tables = self.pos_embed.freqs = [table.to(numbers.device) for table in self.pos_embed.freqs]
         turns = torch.cat([table[number] for table, number in zip(tables, numbers.unbind(1), strict=True)], dim=-1)
         return torch.view_as_real(turns)[:, None]
