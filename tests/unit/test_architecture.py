@@ -52,8 +52,8 @@ ROOMS = [
 """From the ground up: what is in a room may import what is in those before it."""
 FOLDERS = registry._FOLDERS
 LARGE = {
-    "ragged.kernels.norm_modulate",  # a Triton kernel takes pointers, strides and sizes one by one
-    "ragged.kernels.place_heads",
+    "ragged.fused.kernels.norm_modulate",  # a Triton kernel takes pointers, strides and sizes one by one
+    "ragged.fused.kernels.place_heads",
     "models.qwen_image21.transformer.RaggedQwenImage21Block.forward",  # diffusers' signature
     *(f"models.{folder}.transformer.{registry.facts_of(name).transformer}.forward" for name, folder in FOLDERS.items()),
 }

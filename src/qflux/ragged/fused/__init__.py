@@ -19,7 +19,7 @@ from torch import Tensor, nn
 HAS_TRITON = find_spec("triton") is not None
 
 if HAS_TRITON:
-    from qflux.ragged import kernels
+    from qflux.ragged.fused import kernels
 
 
 def ready(tokens: Tensor) -> bool:
