@@ -21,7 +21,7 @@ def compile_blocks(blocks: Iterable[nn.Module], backend: str | Callable[..., Any
     """
     shape_config.use_duck_shape = False
     # Code that several kinds of blocks share has more variants than torch allows by default (8): with one sample and
-    # with more, with a gradient and without. Beyond the limit it would run eagerly, and nobody would notice but the clock.
+    # with more, with a gradient and without. Beyond the limit it would run eagerly, and only the clock would tell.
     dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 64)
     dynamo_config.specialize_float = True
     for block in blocks:
