@@ -429,7 +429,7 @@ REFERENCES = {
     ),
 }
 """One for each family, and for each variant of it that runs another way."""
-_ALIKE = ("qwen-image", "qwen-image-edit-plus", "flux2, dev", "flux3, distilled")
+_ALIKE = ("qwen-image", "qwen-image-edit", "qwen-image-edit-plus", "flux2, dev", "flux3, distilled")
 
 
 def _marked(names: Iterable[str]) -> list[Any]:

@@ -398,7 +398,15 @@ def test_what_there_is_to_do_is_said_first_and_too_little_room_stops_it(project,
         Trainer(project("model.dtype=bfloat16")).cache()
 
 
-@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit-plus", "flux2", "qwen-image-2.1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flux-kontext",
+        pytest.param("qwen-image-edit-plus", marks=pytest.mark.slow),
+        pytest.param("flux2", marks=pytest.mark.slow),
+        "qwen-image-2.1",
+    ],
+)
 def test_dropout_trains_on_cached_embeddings_of_the_empty_prompt(name, data_set, tmp_path):
     family = get_family(name)
     save_checkpoint(family.tiny(0), tmp_path / "model", family.pipeline)

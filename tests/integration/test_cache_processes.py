@@ -156,6 +156,7 @@ def test_kill_9_at_fifty_moments_ends_in_the_same_bytes_and_verify_is_clean_afte
     assert not verify(store).broken
 
 
+@pytest.mark.slow
 def test_two_processes_on_one_folder_make_every_entry_once(settings, processes, tmp_path):
     shared = settings("shared")
     running = [Filler(processes, shared, tmp_path / f"notes/{number}") for number in range(2)]

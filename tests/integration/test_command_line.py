@@ -116,6 +116,7 @@ def test_paths_with_brackets_are_printed_as_they_are(config_file, tmp_path, caps
     assert f"{output}/run/adapter/pytorch_lora_weights.safetensors" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_says_so_and_exits_with_130(config_file, tmp_path):
     command = [sys.executable, "-m", "qflux.cli", "fit", "--config", config_file("train.max_train_steps=100000")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

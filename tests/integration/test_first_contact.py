@@ -142,6 +142,7 @@ def test_thirty_photos_in_any_layout_train_with_one_command(layout, tmp_path, mo
     assert len(images) == {two_controls: 3, captions: 1}.get(layout, 2)
 
 
+@pytest.mark.slow
 def test_what_train_says_last_can_be_typed(tmp_path, monkeypatch, capsys):
     import shlex
 

@@ -202,6 +202,7 @@ def test_own_edits_of_one_name_are_told_apart(config, tmp_path):
     assert all([step for step, _ in edit.outputs] == [0, 1] for edit in found)
 
 
+@pytest.mark.slow
 def test_held_out_edits_show_what_was_given(config):
     settings = config("data.held_out={count: 12}", "validation.images=9", "train.max_train_steps=1")
     with pytest.raises(DataError, match="none would be left"):

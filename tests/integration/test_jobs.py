@@ -378,6 +378,7 @@ def test_an_unknown_column_is_an_error_with_the_known_ones(tmp_path):
         read_jobs(tmp_path / "jobs.csv")
 
 
+@pytest.mark.slow
 def test_exporting_from_the_command_line(settings, lora, tmp_path, capsys, monkeypatch):
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(settings.dump()))

@@ -62,7 +62,7 @@ def test_kill_9_at_any_moment_of_a_run_ends_in_the_same_bytes(config, tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen-image-edit-plus, 2511", "flux2"])
+@pytest.mark.parametrize("name", ["qwen-image-edit-plus, 2511", "flux2", "qwen-image-2.1"])
 def test_kill_9_loses_nothing_of_another_kind_of_model(name, tmp_path, data_set):
     reference = REFERENCES[name]
     save_checkpoint(reference.components(0), tmp_path / "model", reference.pipeline_name)

@@ -130,7 +130,7 @@ def test_a_tiny_model_overfits_four_mixed_size_samples_and_padded_execution_give
             "validation.images=0",
             "train.method=full",
             f"train.execution={execution}",
-            "train.max_train_steps=100",
+            "train.max_train_steps=60",
             "train.checkpoint_every=20",
             "optimizer.init_args={lr: 0.001}",
         )
@@ -141,7 +141,7 @@ def test_a_tiny_model_overfits_four_mixed_size_samples_and_padded_execution_give
         held_out = [line["held_out_loss"] for line in lines(settings, "validation.jsonl")]
         curves[execution] = (held_out, [line["loss"] for line in lines(settings)])
     held_out, losses = curves["packed"]
-    assert held_out[-1] < 0.35 * held_out[0]
+    assert held_out[-1] < 0.5 * held_out[0]
     assert held_out == sorted(held_out, reverse=True)
     assert curves["padded"][0] == pytest.approx(held_out, abs=1e-5)
     assert curves["padded"][1] == pytest.approx(losses, abs=1e-5)

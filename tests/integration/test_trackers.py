@@ -25,6 +25,7 @@ def test_tensorboard_gets_every_step_once_and_the_pictures(config):
     assert {event.step for event in events.Images("validation/edits")} == {0, 2, 4}
 
 
+@pytest.mark.slow
 def test_wandb_works_offline(config, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

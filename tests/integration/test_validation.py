@@ -54,6 +54,7 @@ def test_the_best_adapter_is_the_one_of_the_lowest_held_out_loss(config):
     assert all(torch.equal(adapter["transformer." + n.replace(".default.", ".")], t) for n, t in parameters.items())
 
 
+@pytest.mark.slow
 def test_validation_draws_edits_of_different_sizes_as_one_batch_and_measures_their_drift(config):
     settings = config(*HELD_OUT, "validation.images=3", "train.max_train_steps=2")
     Trainer(settings).fit()
@@ -67,6 +68,7 @@ def test_validation_draws_edits_of_different_sizes_as_one_batch_and_measures_the
     assert {"down", "right", "zoom", "confidence", "name"} == set(line["drifts"][0])
 
 
+@pytest.mark.slow
 def test_validation_with_guidance_needs_the_empty_prompt_of_held_out_samples_only(config):
     settings = config(*HELD_OUT, "validation.true_cfg_scale=4.0", "cache.path=null", "train.max_train_steps=1")
     plain = config(*HELD_OUT, "cache.path=null", "train.max_train_steps=1", "run_name=plain")

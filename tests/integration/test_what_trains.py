@@ -21,7 +21,9 @@ from qflux.models import FluxTransformer2DModel
 SGD = ["optimizer.class_path=torch.optim.SGD", "optimizer.init_args={lr: 0.1}"]
 
 
-@pytest.mark.parametrize("kind", ["dora", "lokr", "loha"])
+@pytest.mark.parametrize(
+    "kind", ["lokr", pytest.param("dora", marks=pytest.mark.slow), pytest.param("loha", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_every_kind_of_adapter_trains_resumes_and_predicts(config, tmp_path, kind, dtype):
     shared = [f"lora.type={kind}", f"model.dtype={dtype}", "cache.path=null", "optimizer.init_args={lr: 0.02}"]
@@ -81,7 +83,7 @@ def test_full_fine_tuning_in_bf16_keeps_float32_weights_and_writes_bf16(config):
     assert {t.dtype for f in result.adapter.glob("*.safetensors") for t in load_file(f).values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_a_quantized_base_trains_a_lora_close_to_the_one_over_the_plain_base(config, kind):
     shared = [*SGD, "lora.init=kaiming", "train.max_train_steps=3"]
     plain = load_file(Trainer(config(*shared, "run_name=plain")).fit().adapter)
@@ -92,7 +94,9 @@ def test_a_quantized_base_trains_a_lora_close_to_the_one_over_the_plain_base(con
     assert 0 < apart < 0.3 * moved
 
 
-@pytest.mark.parametrize("every", ["true", "2", "3"])
+@pytest.mark.parametrize(
+    "every", ["2", pytest.param("true", marks=pytest.mark.slow), pytest.param("3", marks=pytest.mark.slow)]
+)
 def test_checkpointing_some_blocks_changes_nothing(config, every):
     first = Trainer(config(*SGD, "run_name=none")).fit().adapter
     second = Trainer(config(*SGD, "run_name=some", f"train.gradient_checkpointing={every}")).fit().adapter
@@ -127,7 +131,10 @@ def test_a_wrong_method_for_a_quantized_base_is_a_config_error(config):
 
 @pytest.mark.parametrize(
     ("optimizer", "arguments"),
-    [("torchao.optim.AdamW8bit", "{lr: 0.001, block_size: 64}"), ("torch.optim.Muon", "{lr: 0.01}")],
+    [
+        ("torchao.optim.AdamW8bit", "{lr: 0.001, block_size: 64}"),
+        pytest.param("torch.optim.Muon", "{lr: 0.01}", marks=pytest.mark.slow),
+    ],
 )
 def test_optimizers_from_elsewhere_train_and_resume_exactly(config, optimizer, arguments):
     shared = [f"optimizer.class_path={optimizer}", f"optimizer.init_args={arguments}", "lora.rank=64"]

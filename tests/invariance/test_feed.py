@@ -11,7 +11,7 @@ from qflux.commands import Trainer
 from qflux.config import load_config
 from qflux.data.plan import EpochPlan
 from qflux.errors import CheckpointError, Interrupted
-from qflux.models import get_family
+from qflux.models import FAMILIES, get_family
 from qflux.models.loading import save_checkpoint
 from qflux.training.batches import Batches
 from qflux.training.distributed import World
@@ -51,11 +51,8 @@ def test_batches_are_the_same_whatever_the_number_of_workers(config, batching):
 @pytest.mark.parametrize(
     "name",
     [
-        "flux-kontext",
-        pytest.param("qwen-image-edit", marks=pytest.mark.slow),
-        pytest.param("qwen-image-edit-plus", marks=pytest.mark.slow),
-        "flux2",
         "qwen-image-2.1",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "qwen-image-2.1"),
     ],
 )
 @pytest.mark.parametrize("batching", [{"batch_size": 3}, pytest.param({"max_tokens": 1500}, marks=pytest.mark.slow)])
@@ -112,6 +109,7 @@ def test_a_resumed_run_plans_no_epoch_of_the_past(config, monkeypatch):
     assert set(planned) == {2}
 
 
+@pytest.mark.slow
 def test_class_images_count_by_their_weight_in_training(config, data_set, tmp_path):
     shutil.copytree(data_set, tmp_path / "class")
     sources = f"data.class_sources=[{{path: {tmp_path / 'class'}}}]"

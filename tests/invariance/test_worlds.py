@@ -18,7 +18,7 @@ from qflux.training import loop as run_module
 from qflux.training.distributed import full_tensor
 from worlds import World
 
-OTHERS = ("qwen-image-edit-plus, 2511", "flux2")
+OTHERS = ("qwen-image-edit-plus, 2511", "flux2", "flux3", "qwen-image-2.1")
 KINDS = ("flux-kontext", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS))
 OPTIMIZERS = {
     "SGD": (["optimizer.class_path=torch.optim.SGD", "optimizer.init_args={lr: 0.5}"], 1e-6),
@@ -79,7 +79,8 @@ def relative_difference(first: dict[str, torch.Tensor], second: dict[str, torch.
     return float((flat[0] - flat[1]).norm() / flat[0].norm())
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", pytest.param("AdamW", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_one_process_accumulating_four_equals_two_accumulating_two(recipe, optimizer, tmp_path):
     settings, tolerance = OPTIMIZERS[optimizer]
     (start,) = trained(

@@ -217,6 +217,7 @@ def test_twenty_thousand_brackets_are_an_error_and_no_crash(tmp_path):
         load_config(tmp_path / "x.yaml")
 
 
+@pytest.mark.slow
 def test_forty_thousand_keys_are_counted_and_a_few_are_shown(tmp_path, monkeypatch):
     looked = []
     import difflib
