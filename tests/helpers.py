@@ -54,8 +54,3 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
 def tensors(encoded: Any) -> list[Any]:
     """Everything of an encoded sample that can be compared."""
     return [encoded.text.tokens, encoded.target, *encoded.controls]
-
-
-def slow(*values: Any) -> list[Any]:
-    """Parameters that are left to the complete tests."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]

@@ -83,6 +83,8 @@ def relative_difference(first: dict[str, torch.Tensor], second: dict[str, torch.
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_one_process_accumulating_four_equals_two_accumulating_two(recipe, optimizer, tmp_path):
     settings, tolerance = OPTIMIZERS[optimizer]
+    if recipe().family == "qwen-image-2.1":  # several noises behind one prefix, too
+        settings = [*settings, "train.noises_per_sample=2"]
     (start,) = trained(
         recipe(*settings, f"run_name={optimizer}-start", "optimizer.init_args={lr: 0.0}"), 1, tmp_path / "s"
     )

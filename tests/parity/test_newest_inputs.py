@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 
 import diffusers
 import numpy as np
@@ -13,14 +14,19 @@ from diffusers.modular_pipelines.flux3.image_processor import Flux3ImageProcesso
 
 from family_samples import REFERENCES, Models
 from helpers import picture
+from qflux.commands import Trainer
+from qflux.config import load_config
 from qflux.data.images.pixels import to_pixels
 from qflux.models import get_family
 from qflux.models.flux3.family import lone_view
 from qflux.models.flux3.transformer import Flux3Layout
+from qflux.models.loading import save_checkpoint
 from qflux.models.qwen_image21.arrangement import arrange, pairs_of, positions
 from qflux.models.qwen_image21.transformer import QwenImage21Layout
 from qflux.ragged.shapes import Shapes
 from qflux.ragged.spans import mask_of
+from qflux.sampling.predictor import Edit
+from qflux.sampling.prepare import Preparer
 
 NAMES = ("flux3", "qwen-image-2.1")
 
@@ -128,3 +134,37 @@ def test_a_single_reference_of_flux3_is_mirrored_as_its_pipeline_does(seed):
 def test_diffusers_has_the_classes_that_these_families_extend():
     for name in NAMES:
         assert getattr(diffusers, get_family(name).facts.transformer) is REFERENCES[name].stock
+
+
+def test_a_single_reference_of_any_size_gives_what_flux3s_pipeline_gives(tmp_path):
+    """Mirrored up to whole tokens, and cut back; nobody asks for a size."""
+    reference = REFERENCES["flux3"]
+    parts = reference.components(0)
+    save_checkpoint(parts, tmp_path / "model", reference.pipeline_name)
+    shutil.rmtree(tmp_path / "model" / "scheduler")  # published checkpoints need not have one
+    settings = {
+        "family": "flux3",
+        "output_dir": str(tmp_path),
+        "model": {"pretrained": str(tmp_path / "model"), "dtype": "float32", "device": "cpu"},
+        "data": {"path": str(tmp_path)},
+        "predict": {"num_inference_steps": 2, "preprocessing": "pipeline", "true_cfg_scale": 2.0},
+    }
+    predictor = Trainer(load_config(settings)).predictor()
+    image = picture(75, 106, 3)
+    (ours,) = predictor([Edit((image,), "make it red", seed=5)])
+    stock = reference.stock.from_config(parts.transformer.config)
+    stock.load_state_dict(parts.transformer.state_dict())
+    pipe = reference.make(reference.pipeline_name, {**vars(parts), "transformer": stock})
+    options = {"num_inference_steps": 2, "generator": torch.Generator().manual_seed(5), "true_cfg_scale": 2.0}
+    expected = reference.draw(pipe, [image], prompt="make it red", output_type="pil", **options)
+    assert ours.size == expected.size == image.size
+    assert np.abs(np.asarray(ours, dtype=int) - np.asarray(expected, dtype=int)).max() <= 1
+
+
+def test_the_result_of_qwen_image_21_is_sized_as_the_last_image_is(tmp_path):
+    family = get_family("qwen-image-2.1")
+    preparer = Preparer(family, None, None, torch.device("cpu"), torch.float32)
+    size, transforms = preparer.transforms([(800, 800), (1600, 900)])
+    assert [transform.size for transform in transforms] == [(1024, 1024), (768, 1376)]
+    assert size == (768, 1376)
+    assert preparer.transforms([])[0] == (1024, 1024)

@@ -7,7 +7,6 @@ small: theirs is random, and shows the path only.
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from qflux.demo.night import write_night_set
 from qflux.errors import ConfigError
 from qflux.files.atomic import new_folder
 from qflux.models.loading import save_checkpoint
-from qflux.models.registry import facts_of, get_family, shipped
+from qflux.models.registry import described, facts_of, get_family, shipped
 from qflux.pictures.drawing import GridRow, batch_layout, edit_grid, loss_curves, write_png
 from qflux.runs.folder import RunFolder
 from qflux.runs.metrics import StepReport
@@ -197,8 +196,8 @@ def _check(config: Config) -> None:
         )
     if config.data.held_out is None:
         raise ConfigError("the demo shows held-out samples, and data.held_out is null", "leave it out of --set.")
-    index = model / "model_index.json"
-    if index.exists() and json.loads(index.read_text())["_class_name"] != facts_of(config.family).pipeline:
+    known = described(str(model)).pipeline if model.is_dir() else None
+    if known not in (None, facts_of(config.family).pipeline):
         raise ConfigError(f"{output} holds the demo of another family", "choose another --output.")
 
 

@@ -159,6 +159,8 @@ class Family:
     """What the model's authors call its layers, where that is not diffusers' name: from the names of all layers."""
     pairs: Callable[[int, Shapes], int] = all_pairs
     """Pairs of tokens of which one sees the other, in a sample with so many text tokens and these images."""
+    optional_parts: tuple[str, ...] = ()
+    """Parts that a checkpoint need not have."""
     lone_view: Callable[[int, int], Transform] | None = None
     """The same for an image that is the only one, where that makes a difference."""
     result_like: int = 0

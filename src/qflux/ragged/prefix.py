@@ -41,6 +41,7 @@ class Recorded:
     """`(P,)` where the tokens of prefixes lie."""
     memory: PrefixMemory
 
+    @torch.compiler.disable
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.memory.blocks.append((key.index_select(0, self.rows), value.index_select(0, self.rows)))
         return self.joint.attend(query, key, value)
@@ -56,6 +57,7 @@ class Continued:
         ends = (0, *accumulate(targets)), (0, *accumulate(map(sum, zip(prefixes, targets, strict=True))))
         self._queries, self._keys = ((upload(torch.tensor(end, dtype=torch.int32), device), end) for end in ends)
 
+    @torch.compiler.disable
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """`(M, H, D)` each; called by one block after the other."""
         keys, values = next(self._kept)

@@ -152,6 +152,7 @@ FLUX3 = Family(
     prompt_view=lambda index, size, transform: None,
     reference_view=reference_view,
     lone_view=lone_view,
+    optional_parts=("scheduler",),
     tiny=tiny,
     transformer=Flux3Transformer2DModel,
     load=load,

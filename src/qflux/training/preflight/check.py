@@ -107,6 +107,8 @@ def _checkpoint(pretrained: Pretrained) -> Iterator[Check]:
         return
     for part in ("scheduler", "transformer", *family.text_parts, *family.image_parts):
         is_model = not part.startswith(("tokenizer", "scheduler", "processor"))
+        if not (folder / part).is_dir() and part in family.optional_parts:
+            continue
         if not (folder / part).is_dir():
             yield Check("model", "error", f"{folder} has no folder {part}/", "give a checkpoint in diffusers format.")
         elif is_model and not any((folder / part).glob("*.safetensors")):
