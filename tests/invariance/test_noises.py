@@ -21,7 +21,7 @@ from qflux.models.family import ModelInputs
 from qflux.models.loading import save_checkpoint
 from qflux.ragged.shapes import Shapes
 from qflux.sampling.predictor import Edit
-from qflux.sampling.sampler import Sampler
+from qflux.training.resume_guard import path_settings
 
 SHARING = [name for name, reference in REFERENCES.items() if get_family(reference.family).facts.shares_prefix]
 TOLERANCE = 1e-5
@@ -148,9 +148,15 @@ def test_sampling_runs_the_prefix_once_and_gives_what_running_it_in_every_step_g
     transformer.transformer_blocks[0].register_forward_pre_hook(lambda block, args: sizes.append(len(args[0])))
     kept = [tokens for tokens, _ in predictor.latents(edits, steps=3)]
     assert sizes[0] > sizes[1] == sizes[2] == 2 * sum(len(tokens) for tokens in kept), "guided ones run twice"
-    monkeypatch.setattr(Sampler, "_memory", lambda *_: None)
+    monkeypatch.setattr(predictor._sampler, "_keep_prefix", False)
     sizes.clear()
     again = [tokens for tokens, _ in predictor.latents(edits, steps=3)]
     assert len(set(sizes)) == 1
     for first, second in zip(kept, again, strict=True):
         assert (first - second).abs().max() <= TOLERANCE
+
+
+def test_a_run_begun_before_there_were_several_noises_may_go_on_and_with_several_only_as_it_was_begun(config):
+    """Its checkpoints do not know the setting, which is compared where it is set."""
+    assert "train.noises_per_sample" not in path_settings(config(), 10)
+    assert path_settings(config("train.noises_per_sample=3"), 10)["train.noises_per_sample"] == 3

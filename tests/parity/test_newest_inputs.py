@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from types import SimpleNamespace
 
 import diffusers
 import numpy as np
@@ -168,3 +169,22 @@ def test_the_result_of_qwen_image_21_is_sized_as_the_last_image_is(tmp_path):
     assert [transform.size for transform in transforms] == [(1024, 1024), (768, 1376)]
     assert size == (768, 1376)
     assert preparer.transforms([])[0] == (1024, 1024)
+
+
+def test_a_distilled_transformer_in_place_of_another_is_known_as_one(tmp_path):
+    checkpoint, other = tmp_path / "base", tmp_path / "distilled"
+    save_checkpoint(REFERENCES["flux3"].components(0), checkpoint, "Flux3ModularPipeline")
+    REFERENCES["flux3, distilled"].components(0).transformer.save_pretrained(other)
+    settings = {"family": "flux3", "model": {"pretrained": str(checkpoint), "device": "cpu"}, "data": {"path": "x"}}
+    assert not Trainer(load_config(settings)).pretrained.facts.is_distilled
+    settings["model"]["transformer"] = str(other)
+    facts = Trainer(load_config(settings)).pretrained.facts
+    assert (facts.is_distilled, facts.num_inference_steps, facts.true_cfg_scale) == (True, 16, 1.0)
+    assert facts.caution
+
+
+def test_what_is_left_of_four_bits_does_not_say_what_to_compute_in():
+    model = get_family("flux3").tiny(0).transformer.bfloat16()
+    quantized = SimpleNamespace(bnb_4bit_compute_dtype=torch.float16)
+    model.hf_quantizer = SimpleNamespace(quantization_config=quantized)
+    assert model.dtype == torch.float16

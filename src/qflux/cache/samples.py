@@ -186,6 +186,12 @@ def require_fitting(dataset: Dataset, widths: InputWidths, config: Config) -> No
                     f"{sample.place}: {what} of {found} channels; the transformer takes {expected}",
                     "is this the cache of another model?",
                 )
+        placed, controls = len(encoded.text.places), len(encoded.controls)
+        if widths.has_places and placed != controls:
+            raise CacheError(
+                f"{sample.place}: its text says where {placed} controls stand, and it has {controls}",
+                "encode the images again: this model has them inside the text.",
+            )
         _require_projection(sample.place, projected.layer if projected else None, projection)
 
 

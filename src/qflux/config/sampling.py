@@ -92,6 +92,12 @@ class PredictSettings(Section):
     num_inference_steps: int | None = Field(
         default=None, ge=1, description="default: the checkpoint's", json_schema_extra=FREE
     )
+    keep_prefix: bool = Field(
+        default=True,
+        description="run text and controls once per edit where they do not see the target, and keep what they are "
+        "seen by; false takes less memory",
+        json_schema_extra=FREE,
+    )
     guidance_scale: float | None = Field(
         default=None, description="told to guidance-distilled models; default: the checkpoint's", json_schema_extra=FREE
     )

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from qflux.config.section import (
     DECIDES,
+    DECIDES_IF_SET,
     FREE,
     MATCHES,
     NOTED,
@@ -106,7 +107,7 @@ class TrainSettings(Section):
         le=64,
         description="noisy targets of a sample at each visit, all in one micro-batch; text and controls are computed "
         "once for all of them where they do not see the target, elsewhere once for each",
-        json_schema_extra=DECIDES,
+        json_schema_extra=DECIDES_IF_SET,
     )
     gradient_checkpointing: bool | int = Field(
         default=True,

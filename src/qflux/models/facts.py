@@ -129,6 +129,8 @@ class Facts:
     def of(self, checkpoint: Described) -> Facts:
         """The facts of a checkpoint: this family's own, or those of the variant that it is."""
         found = [self, *self.variants]
+        if checkpoint.is_distilled:  # its transformer says so, whatever the rest of the checkpoint is of
+            found = [facts for facts in found if facts.is_distilled] or found
         for sign in (
             lambda facts: facts.hub_id.lower() == checkpoint.name.lower(),
             lambda facts: facts.pipeline == checkpoint.pipeline,

@@ -98,6 +98,8 @@ class InputWidths:
     image: int
     pooled: int | None = None
     """Of the pooled text; none where there is none."""
+    has_places: bool = False
+    """Controls stand inside the text, which says where."""
     projected_text: int | None = None
     """Of text that has been through the transformer's own projection, where that may be."""
 

@@ -38,7 +38,7 @@ class Pretrained:
         if not folder.is_dir():  # both descriptions at once: what is known must not depend on what else was fetched
             folder = checkpoint_folder(name, ("transformer",), files="config.json")
         self._require_family(described(name, folder))
-        return self.family.facts.of(described(name, folder))
+        return self.family.facts.of(described(name, folder, self.settings.transformer))
 
     def require_family(self) -> None:
         """An error if what is known here of the checkpoint is of another family; nothing is fetched for it."""

@@ -123,14 +123,15 @@ def prefers_varlen(query: Tensor, lengths: Sequence[int]) -> bool:
     """Whether one variable-length call beats a call for each of these numbers of queries."""
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return False
-    if not _has_varlen(query.device.index):
+    if not has_flash(query.device.index):
         return False
     long = sum(lengths) >= LONG_SAMPLE * len(lengths)
     return not (long and _has_fast_cudnn(query.device.index) and torch.backends.cuda.cudnn_sdp_enabled())
 
 
 @cache
-def _has_varlen(device: int) -> bool:
+def has_flash(device: int) -> bool:
+    """Whether flash attention, and with it the kernel of varying lengths, runs on a GPU."""
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from itertools import accumulate
 from typing import Any, cast
 
@@ -19,7 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from qflux.ragged.attention import BY_SPEED, contiguous_gradient, heads_first, prefers_varlen, under_autocast
+from qflux.ragged.attention import (
+    BY_SPEED,
+    contiguous_gradient,
+    has_flash,
+    heads_first,
+    prefers_varlen,
+    under_autocast,
+)
 from qflux.ragged.transfer import upload
 
 FEW = 4
@@ -157,17 +165,22 @@ class _Group:
             from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  (registers CUDA ops on import)
 
             query, key, value = (torch.cat(parts) for parts in (queries, keys, values))
-            window = (-1, 0) if self.causal else (-1, -1)
-            out = varlen_attn(query, key, value, *self.offsets, *self.longest, window_size=window)
+            options = _lower_right(varlen_attn) if self.causal else {}
+            out = varlen_attn(query, key, value, *self.offsets, *self.longest, **options)
             return cast(Tensor, out).split(self.widths)
         return [_attend(q, k, v, self.causal) for q, k, v in zip(queries, keys, values, strict=True)]
+
+
+def _lower_right(varlen: Any) -> dict[str, Any]:
+    """How `varlen_attn` is told to be causal: torch has called that differently over time."""
+    return {"window_size": (-1, 0)} if "window_size" in signature(varlen).parameters else {"is_causal": True}
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
     q, k, v = heads_first(query, key, value)
     if not causal:
         out = F.scaled_dot_product_attention(q, k, v)
-    elif q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+    elif q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and has_flash(q.device.index):
         # What torch calls for `causal_lower_right`, without what it looks at before.
         out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     else:

@@ -46,7 +46,9 @@ class Predictor:
         """`facts` are those of the checkpoint, by default its family's."""
         self._facts = facts or family.facts
         self._transformer = components.transformer
-        self._sampler = Sampler(family, components.transformer, components.scheduler, self._facts.sigmas)
+        self._sampler = Sampler(
+            family, components.transformer, components.scheduler, self._facts.sigmas, config.predict.keep_prefix
+        )
         self._encoder = family.encoder(components, text_limit(config, family))
         self._settings = config.predict
         self.prepare = Preparer(
@@ -116,6 +118,7 @@ class Predictor:
             "guidance_scale": configured if guidance is None else guidance,
             "true_cfg_scale": self._cfg_scale,
             "preprocessing": self.prepare.description,
+            **({} if settings.keep_prefix or not defaults.shares_prefix else {"keep_prefix": False}),
         }
 
     @property
@@ -123,11 +126,19 @@ class Predictor:
         configured = self._settings.true_cfg_scale
         return self._facts.true_cfg_scale if configured is None else configured
 
+    def _warn_of_levels(self, steps: int) -> None:
+        levels = len(self._facts.sigmas)
+        if levels not in (0, steps):
+            self._warn_once(
+                f"the checkpoint's own noise levels are for {levels} steps; {steps} are spread evenly instead"
+            )
+
     def _denoised(
         self, prepared: Sequence[Prepared], steps: int | None, guidance: float | None, on_step: OnStep | None
     ) -> list[Tensor]:
         chosen = self.settings(steps, guidance)
         self._warn_of_guidance(prepared, chosen["true_cfg_scale"])
+        self._warn_of_levels(chosen["num_inference_steps"])
         return self._sampler(
             prepared,
             chosen["num_inference_steps"],

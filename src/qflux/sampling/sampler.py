@@ -6,7 +6,6 @@ Shapes: B samples, M target tokens of the whole batch, C channels, n steps.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -66,8 +65,19 @@ class Prepared:
 class Sampler:
     """From noise to images, for edits of any sizes and control counts at once."""
 
-    def __init__(self, family: Family, transformer: nn.Module, scheduler: Any, sigmas: Sequence[float] = ()) -> None:
-        """`sigmas` are the noise levels of that many steps, before the shift, where they are not spread evenly."""
+    def __init__(
+        self,
+        family: Family,
+        transformer: nn.Module,
+        scheduler: Any,
+        sigmas: Sequence[float] = (),
+        keep_prefix: bool = True,
+    ) -> None:
+        """`sigmas` are the noise levels of that many steps, before the shift, where they are not spread evenly.
+
+        With `keep_prefix`, what does not depend on the noise runs once.
+        """
+        self._keep_prefix = keep_prefix and family.facts.shares_prefix
         self._family = family
         self._transformer = transformer
         self._scheduler = scheduler
@@ -101,7 +111,7 @@ class Sampler:
         controls = torch.cat([edits[row].controls for row in rows])
         lengths = [targets[row] for row in rows]
         images = Interleave.build(lengths, [len(edits[row].controls) for row in rows], controls.device)
-        memory = self._memory(sum(len(item.tokens) for item in text) + len(controls), controls)
+        memory = PrefixMemory() if self._keep_prefix else None
 
         def velocity(latents: Tensor, sigma: Tensor, onward: Tensor) -> Tensor:
             parts = latents.split(targets)
@@ -115,15 +125,6 @@ class Sampler:
             return torch.cat(predicted[: len(edits)])
 
         return velocity
-
-    def _memory(self, prefix: int, like: Tensor) -> PrefixMemory | None:
-        """For what does not depend on the noise, so many tokens, if there is such, and room for it."""
-        facts = self._family.facts
-        if not facts.shares_prefix:
-            return None
-        needed = 2 * prefix * facts.width * like.element_size() * len(self._family.blocks(self._transformer))
-        free = torch.cuda.mem_get_info(like.device)[0] if like.is_cuda else math.inf
-        return PrefixMemory() if needed < free / 2 else None
 
 
 def schedules(

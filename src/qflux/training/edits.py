@@ -109,7 +109,9 @@ class DrawnEdits:
         prepared = [self._prepare(sample, item) for sample, item in zip(chosen, encoded, strict=True)]
         prepared += [edit.prepared.to(self._device) for edit in own]
         configured = config.validation.num_inference_steps or config.predict.num_inference_steps
-        sampler = Sampler(model.family, model.transformer, self._scheduler, self._facts.sigmas)
+        sampler = Sampler(
+            model.family, model.transformer, self._scheduler, self._facts.sigmas, config.predict.keep_prefix
+        )
         with model.evaluating(), model.computing():
             latents = sampler(
                 prepared,

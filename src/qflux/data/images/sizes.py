@@ -85,7 +85,8 @@ class Transform:
             inner = image.resize(
                 (max(1, round(image.width * scale)), max(1, round(image.height * scale))), Image.Resampling.LANCZOS
             )
-            canvas = Image.new(image.mode, (width, height), fill)
+            nothing = (255, 255, 255, 0) if image.mode == "RGBA" else fill
+            canvas = Image.new(image.mode, (width, height), nothing)
             canvas.paste(inner, ((width - inner.width) // 2, (height - inner.height) // 2))
             return canvas
         # Cover and crop in one resampling.

@@ -202,7 +202,7 @@ def _header_findings(sample: Sample) -> Iterable[Finding]:
             yield Finding("note", "pixel format", name, "more than 8 bits a channel; scaled to 8")
         if facts.mode in ("CMYK", "YCCK", "LAB"):
             yield Finding("note", "pixel format", name, f"{facts.mode}, converted to RGB without a colour profile")
-        if facts.mode in ("RGBA", "LA", "PA"):
+        if facts.mode in ("RGBA", "LA", "PA") and not image.has_alpha:
             yield Finding("note", "pixel format", name, "transparent; composited onto white")
         left, top, right, bottom = transform.box(*facts.size)
         enlarged = transform.size[1] / (right - left)

@@ -154,6 +154,12 @@ class Flux3Transformer2DModel(diffusers.Flux3Transformer2DModel):
         self.context_embedder.__class__ = TextProjection
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in. Quantized to 4 bits, nothing that is left in a floating-point format would tell."""
+        quantized = getattr(getattr(self, "hf_quantizer", None), "quantization_config", None)
+        return getattr(quantized, "bnb_4bit_compute_dtype", None) or super().dtype
+
+    @property
     def mode_block_list(self) -> list[nn.Module]:
         """The blocks of all three kinds of tokens, in the order in which they run."""
         return [*self.txt_mode_blocks, *self.mode_blocks["image"], *self.mode_blocks["image_cond"]]

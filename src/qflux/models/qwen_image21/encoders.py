@@ -18,7 +18,7 @@ from qflux.models.family import TextCount, TextCounter
 from qflux.models.qwen_image.prompts import IMAGE_TOKEN
 from qflux.models.qwen_image21.components import QwenImage21Components
 from qflux.models.qwen_image21.facts import FACTS
-from qflux.models.qwen_image21.prompts import PromptProcessor, fill, over_white
+from qflux.models.qwen_image21.prompts import fill, over_white
 from qflux.ragged.shapes import ImageShape
 
 CHANNELS = FACTS["qwen-image-2.1"].image_channels
@@ -38,7 +38,9 @@ class QwenImage21Encoder:
 
     def _encode_one(self, prompt: Prompt) -> TextEmbedding:
         encoder, processor = self._parts.text_encoder, self._parts.processor
-        words = _words(processor, prompt.text)
+        if IMAGE_TOKEN in prompt.text:
+            raise DataError(f"a prompt holds {IMAGE_TOKEN}, which stands for an image", "write the prompt without it.")
+        words = processor.count(prompt.text, 0)
         is_cut = self._limit.apply(words, prompt.text)
         seen = [over_white(image) for image in prompt.images]
         inputs = processor(text=[fill(prompt.text, len(seen))], images=seen, return_tensors="pt").to(encoder.device)
@@ -92,19 +94,12 @@ class QwenImage21Encoder:
         return mean, std
 
 
-def _words(processor: PromptProcessor, prompt: str) -> int:
-    """Tokens that the limit on prompts is about: the embedding's, had the prompt no images."""
-    if IMAGE_TOKEN in prompt:
-        raise DataError(f"a prompt holds {IMAGE_TOKEN}, which stands for an image", "write the prompt without it.")
-    return processor.count(prompt, 0)
-
-
 def text_counter(components: QwenImage21Components, limit: TextLimit) -> TextCounter:
-    """Counts as the encoder does: places for images are no text."""
+    """Counts as the encoder does, before it: places for images are no text, and "wanted" is what the limit is about."""
     processor = components.processor
 
     def count(prompt: str, sizes: Sequence[tuple[int, int]]) -> TextCount:
-        words = _words(processor, prompt)
+        words = processor.count(prompt, 0)
         return TextCount(used=processor.count(prompt, len(sizes)) - max(0, words - limit.tokens), wanted=words)
 
     return count

@@ -76,7 +76,7 @@ def blocks(transformer: Any) -> list[nn.Module]:
 
 
 def widths(transformer: Any) -> InputWidths:
-    return InputWidths(transformer.config.context_in_dim, transformer.config.in_channels)
+    return InputWidths(transformer.config.context_in_dim, transformer.config.in_channels, has_places=True)
 
 
 def arithmetic(transformer: Any) -> Arithmetic:

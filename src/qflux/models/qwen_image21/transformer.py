@@ -206,7 +206,10 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
         if kv_cache is not None:
             raise ValueError("kv_cache is not supported for samples of different sizes: run them one by one.")
         if not self.config.causal_condition:
-            raise ValueError("causal_condition is off in this checkpoint; only models with it can run ragged.")
+            raise ValueError(
+                "causal_condition is off in this checkpoint, and its text depends on the noise of its image; "
+                "only models like the published Qwen-Image-2.1, which have it on, can be trained here."
+            )
         require_plain_attention(self.transformer_blocks, QwenImage21AttnProcessor)
         run = self._forward_targets if memory is not None and memory.blocks else self._forward_ragged
         output = run(hidden_states, encoder_hidden_states, timestep, layout, memory, attention_kwargs=attention_kwargs)

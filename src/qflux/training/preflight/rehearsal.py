@@ -143,6 +143,8 @@ def naming_memory(batch: Batch, config: Config) -> Iterator[None]:
 
 def _remedy(config: Config, total: int, longest: int) -> str:
     ways = []
+    if config.train.noises_per_sample > 1:
+        ways.append(f"lower train.noises_per_sample, which is {config.train.noises_per_sample}")
     if config.train.gradient_checkpointing is not True:
         ways.append("set train.gradient_checkpointing: true")
     if total > longest:
