@@ -18,6 +18,10 @@ from qflux.training.distributed import World
 from qflux.training.fit import chart
 
 
+NOT_HERE = ("qwen-image", "qwen-image-2.1")
+"""Families without controls, and the one that the quick tests feed."""
+
+
 def batches(settings) -> list:
     trainer = Trainer(settings)
     dataset, world = trainer.samples(), World()
