@@ -17,7 +17,6 @@ from qflux.training.batches import Batches
 from qflux.training.distributed import World
 from qflux.training.fit import chart
 
-
 NOT_HERE = ("qwen-image", "qwen-image-2.1")
 """Families without controls, and the one that the quick tests feed."""
 
