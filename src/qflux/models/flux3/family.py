@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 from qflux.data.images.sizes import Transform
 from qflux.errors import CheckpointError
 from qflux.losses.timesteps import NoiseShift
-from qflux.models.family import Arithmetic, Family, InputWidths, ModelInputs
-from qflux.models.flux2.family import combine, reference_view
+from qflux.models.family import Arithmetic, Family, ModelInputs
+from qflux.models.flux2.family import combine, reference_view, widths
 from qflux.models.flux2.positions import text_ids
 from qflux.models.flux3.components import Flux3Components
 from qflux.models.flux3.encoders import LAYERS, Flux3Encoder, text_counter
@@ -122,12 +122,6 @@ def lone_view(width: int, height: int) -> Transform:
 
 def blocks(transformer: Any) -> list[nn.Module]:
     return [*transformer.mode_block_list, *transformer.single_transformer_blocks]
-
-
-def widths(transformer: Any) -> InputWidths:
-    config = transformer.config
-    projected = config.num_attention_heads * config.attention_head_dim
-    return InputWidths(config.joint_attention_dim, config.in_channels, projected_text=projected)
 
 
 def arithmetic(transformer: Any) -> Arithmetic:
