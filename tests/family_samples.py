@@ -131,9 +131,93 @@ class PaddedBatch:
     def mask(self) -> Tensor:
         return torch.cat([self.text_mask, self.image_mask], dim=1)
 
+    def outputs(self, output: Tensor) -> list[Tensor]:
+        """What was predicted for each sample."""
+        return [row[: len(sample.image)] for row, sample in zip(output, self.samples, strict=True)]
+
+    def is_padding(self, output: Tensor) -> Tensor:
+        """`(B, …)` which rows of an output are no sample's."""
+        return ~self.image_mask
+
     def first(self) -> PaddedBatch:
-        parts = (self.image, self.text, self.text_mask, self.image_mask)
-        return PaddedBatch(self.samples[:1], *(part[:1] for part in parts))
+        parts = ("image", "text", "text_mask", "image_mask")
+        return replace(self, samples=self.samples[:1], **{name: getattr(self, name)[:1] for name in parts})
+
+
+@dataclass
+class BatchInThree(PaddedBatch):
+    """Targets and controls are padded apart: FLUX.3."""
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], fill: float) -> BatchInThree:
+        batch = super().of(samples, fill)
+        widths = [max(tokens) for tokens in zip(*map(_parts, samples), strict=True)]
+        batch.image = torch.full((len(samples), sum(widths), CHANNELS), fill)
+        batch.image_mask = torch.zeros(len(samples), sum(widths), dtype=torch.bool)
+        for row, sample in enumerate(samples):
+            parts = sample.image.split(_parts(sample))
+            for start, part in zip((0, widths[0]), parts, strict=True):
+                batch.image[row, start : start + len(part)] = part
+                batch.image_mask[row, start : start + len(part)] = True
+        return batch
+
+    @property
+    def widths(self) -> list[int]:
+        targets = max(sample.shapes.target_tokens for sample in self.samples)
+        return [targets, self.image.shape[1] - targets]
+
+    def ids_of(self, column: int, of_sample: Callable[[Sequence[Shapes]], Tensor]) -> Tensor:
+        """Position ids of targets or of controls, NaN in padding places."""
+        found = [of_sample([sample.shapes]) for sample in self.samples]
+        ids = torch.full((len(found), self.widths[column], found[0].shape[-1]), float("nan"))
+        for row, own in enumerate(found):
+            ids[row, : len(own)] = own
+        return ids
+
+    def outputs(self, output: Tensor) -> list[Tensor]:
+        return [row[: _parts(sample)[0]] for row, sample in zip(output, self.samples, strict=True)]
+
+    def is_padding(self, output: Tensor) -> Tensor:
+        return ~self.image_mask[:, : self.widths[0]]
+
+
+@dataclass
+class BatchWithSlots(PaddedBatch):
+    """Controls have places in the text, and the target comes last: Qwen-Image-2.1."""
+
+    slots: Tensor | None = None
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], fill: float) -> BatchWithSlots:
+        batch = super().of(samples, fill)
+        alone = [_qwen21_alone(sample) for sample in samples]
+        wide = max(one["encoder_hidden_states"].shape[1] for one in alone)
+        batch.text = torch.full((len(samples), wide, TEXT_WIDTH), fill)
+        batch.text_mask = torch.zeros(len(samples), wide, dtype=torch.bool)
+        most = max(one["img_mask"].shape[1] - one["encoder_hidden_states"].shape[1] for one in alone)
+        batch.slots = torch.zeros(len(samples), wide + most, dtype=torch.bool)
+        for row, one in enumerate(alone):
+            text, slots = one["encoder_hidden_states"][0], one["img_mask"][0]
+            batch.text[row, : len(text)] = text
+            batch.text_mask[row, : len(text)] = ~slots[: len(text)]
+            batch.slots[row, : len(text)] = slots[: len(text)]
+            batch.slots[row, wide : wide + len(slots) - len(text)] = True
+            batch.image[row, : one["hidden_states"].shape[1]] = one["hidden_states"][0]
+        return batch
+
+    def first(self) -> BatchWithSlots:
+        return replace(super().first(), slots=self.slots[:1])
+
+    def outputs(self, output: Tensor) -> list[Tensor]:
+        return [row[-_parts(sample)[0] :] for row, sample in zip(output, self.samples, strict=True)]
+
+    def is_padding(self, output: Tensor) -> Tensor:
+        counts = torch.tensor([_parts(sample)[0] for sample in self.samples])
+        return torch.arange(output.shape[1])[None] < output.shape[1] - counts[:, None]
+
+
+def _parts(sample: Sample) -> list[int]:
+    return [sample.shapes.target_tokens, sample.shapes.control_tokens]
 
 
 @dataclass(frozen=True)
@@ -145,8 +229,8 @@ class Reference:
     """diffusers' own transformer class."""
     alone: Callable[[Any, Sample], dict[str, Any]]
     """Arguments for diffusers' forward on one sample."""
-    padded: Callable[[PaddedBatch], dict[str, Any]] | None
-    """Arguments for qflux's forward in the padded convention, without masks; none where it takes packed ones only."""
+    padded: Callable[[Any], dict[str, Any]]
+    """Arguments for qflux's forward in the padded convention, without masks."""
     draw: Callable[..., NDArray[np.float32]]
     """`draw(pipe, controls, **options)`: the pipeline's image, at exactly the size it is asked for."""
     control_counts: tuple[int, ...]
@@ -166,6 +250,8 @@ class Reference:
     """Sides of images are multiples of this many tokens."""
     targets_only: bool = False
     """Nothing is predicted for controls."""
+    batch: type[PaddedBatch] = PaddedBatch
+    """How samples are padded."""
     make: Callable[[str, dict[str, Any]], Any] = lambda name, parts: getattr(diffusers, name)(**parts)
     """The pipeline of this name from its parts."""
 
@@ -193,6 +279,24 @@ def _flux3_alone(sample: Sample) -> dict[str, Any]:
         "txt_ids": text_ids([len(sample.text)]),
         **(shown if len(controls) else {}),
     }
+
+
+def _flux3_padded(batch: BatchInThree) -> dict[str, Any]:
+    targets, controls = batch.image.split(batch.widths, dim=1)
+    return {
+        "hidden_states": targets,
+        "encoder_hidden_states": batch.text,
+        "timestep": torch.stack([s.sigma for s in batch.samples]),
+        "img_ids": batch.ids_of(0, target_ids),
+        "txt_ids": text_ids([batch.text.shape[1]]),
+        "image_cond_hidden_states": controls,
+        "image_cond_ids": batch.ids_of(1, control_ids),
+    }
+
+
+def _flux3_distilled_padded(batch: BatchInThree) -> dict[str, Any]:
+    arguments = _flux3_padded(batch)
+    return {**arguments, "target_timestep": arguments["timestep"]}
 
 
 def _flux3_distilled_alone(sample: Sample) -> dict[str, Any]:
@@ -243,6 +347,16 @@ def _qwen21_alone(sample: Sample) -> dict[str, Any]:
         "timestep": sample.sigma[None],
         "img_shapes": [[*shapes.controls, *shapes.targets]],
         "img_mask": torch.tensor([slots]),
+    }
+
+
+def _qwen21_padded(batch: BatchWithSlots) -> dict[str, Any]:
+    return {
+        "hidden_states": batch.image,
+        "encoder_hidden_states": batch.text,
+        "timestep": torch.stack([s.sigma for s in batch.samples]),
+        "img_shapes": [[*s.shapes.controls, *s.shapes.targets] for s in batch.samples],
+        "img_mask": batch.slots,
     }
 
 
@@ -376,12 +490,12 @@ def _flux2(draw: Any, **variant: Any) -> Reference:
     )
 
 
-def _flux3(alone: Any, **variant: Any) -> Reference:
+def _flux3(alone: Any, padded: Any, **variant: Any) -> Reference:
     return Reference(
         "flux3",
         diffusers.Flux3Transformer2DModel,
         alone,
-        None,
+        padded,
         _flux3_draw,
         (0, 1, 2, 10, 3, 1),
         most_controls=2,
@@ -389,6 +503,7 @@ def _flux3(alone: Any, **variant: Any) -> Reference:
         channels=128,
         lora_targets=get_family("flux3").facts.lora_targets,
         targets_only=True,
+        batch=BatchInThree,
         make=_flux3_pipeline,
         **variant,
     )
@@ -412,20 +527,24 @@ REFERENCES = {
     ),
     "flux2": _flux2(_klein_draw),
     "flux2, dev": _flux2(_dev_draw, tiny=tiny_dev, pipeline="Flux2Pipeline"),
-    "flux3": _flux3(_flux3_alone),
+    "flux3": _flux3(_flux3_alone, _flux3_padded),
     "qwen-image-2.1": Reference(
         "qwen-image-2.1",
         diffusers.QwenImage21Transformer2DModel,
         _qwen21_alone,
-        None,
+        _qwen21_padded,
         _qwen21_draw,
         (0, 1, 2, 10, 3, 1),
         most_controls=2,
         unit=2,
         targets_only=True,
+        batch=BatchWithSlots,
     ),
     "flux3, distilled": _flux3(
-        _flux3_distilled_alone, tiny=partial(tiny_flux3, flow_map=True), pipeline="Flux3DistilledModularPipeline"
+        _flux3_distilled_alone,
+        _flux3_distilled_padded,
+        tiny=partial(tiny_flux3, flow_map=True),
+        pipeline="Flux3DistilledModularPipeline",
     ),
 }
 """One for each family, and for each variant of it that runs another way."""
@@ -438,8 +557,6 @@ def _marked(names: Iterable[str]) -> list[Any]:
 
 KINDS = _marked(REFERENCES)
 """For tests of all of them. Those that share nearly all code with another are left to the complete tests."""
-PADDED_KINDS = _marked(name for name, reference in REFERENCES.items() if reference.padded)
-"""Those that also take samples padded, as diffusers does, and run ordinary batches by diffusers' own forward."""
 
 
 class Models:
@@ -489,6 +606,10 @@ class Models:
         counts = [s.shapes.target_tokens if self.reference.targets_only else None for s in samples]
         return tuple(output[:count] for output, count in zip(outputs, counts, strict=True))
 
+    def batch(self, samples: Sequence[Sample], fill: float) -> Any:
+        """Samples padded, with `fill` in every padding place."""
+        return self.reference.batch.of(samples, fill)
+
     def padded(self, batch: PaddedBatch, **changes: Any) -> Tensor:
         """Samples in the padded calling convention: `(B, S, channels)`."""
         return self.ours(**{**self.arguments(batch), **changes}, return_dict=False)[0]
@@ -497,7 +618,6 @@ class Models:
         """Of the padded calling convention, without masks."""
         channels, text_width = self.reference.channels, self.reference.text_width
         image, text = batch.image[..., :channels].contiguous(), batch.text[..., :text_width].contiguous()
-        assert self.reference.padded is not None
         return self.reference.padded(replace(batch, image=image, text=text))
 
 

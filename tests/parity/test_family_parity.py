@@ -6,13 +6,14 @@ Output and LoRA gradient, fp32, 1e-5, on random shapes.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from family_samples import KINDS, PADDED_KINDS, REFERENCES, Models, PaddedBatch, Sample, lora_gradient
+from family_samples import KINDS, REFERENCES, Models, Sample, lora_gradient
 from qflux.models import FAMILIES
 
 TOLERANCE = 1e-5
@@ -34,12 +35,6 @@ def models(request) -> Models:
     return Models(request.param)
 
 
-@pytest.fixture(scope="module", params=PADDED_KINDS)
-def padder(request) -> Models:
-    """Those that take diffusers' padded convention as well."""
-    return Models(request.param)
-
-
 def test_every_family_is_under_contract():
     assert {reference.family for reference in REFERENCES.values()} == set(FAMILIES)
 
@@ -53,10 +48,6 @@ def assert_equal_to_alone(models: Models, samples: list[Sample], outputs) -> Non
         gradient = lora_gradient(models.ours, output, sample.upstream)
         assert scale > 0.1, "a gradient too small to compare"
         assert (gradient - expected_gradient).abs().max() <= TOLERANCE * max(1.0, scale)
-
-
-def valid_rows(output, samples):
-    return [row[: len(sample.image)] for row, sample in zip(output, samples, strict=True)]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "checkpointed"])
@@ -76,11 +67,11 @@ def test_a_sample_in_a_mixed_batch_equals_the_sample_alone(models, case, text, p
 @pytest.mark.parametrize("mask_kind", ["bool", "float"])
 @pytest.mark.parametrize("text", TEXT_LENGTHS.values(), ids=TEXT_LENGTHS.keys())
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_the_padded_convention_equals_the_sample_alone_whatever_the_padding_holds(padder, case, text, mask_kind):
-    samples = padder.samples(case, text=text)
-    batch = PaddedBatch.of(samples, fill=float("nan"))
+def test_the_padded_convention_equals_the_sample_alone_whatever_the_padding_holds(models, case, text, mask_kind):
+    samples = models.samples(case, text=text)
+    batch = models.batch(samples, fill=float("nan"))
     mask = batch.mask if mask_kind == "bool" else batch.mask.float()
-    assert_equal_to_alone(padder, samples, valid_rows(padder.padded(batch, attention_mask=mask), samples))
+    assert_equal_to_alone(models, samples, batch.outputs(models.padded(batch, attention_mask=mask)))
 
 
 def test_the_order_of_a_batch_does_not_matter(models):
@@ -106,43 +97,46 @@ def test_random_batches_equal_the_samples_alone(models, case, text, padded, seed
     assert_equal_to_alone(models, samples, models.packed(samples, padded))
 
 
-def test_one_sample_runs_the_diffusers_forward(padder):
-    (sample,) = padder.samples([[(3, 4), (2, 5)]])
-    assert torch.equal(padder.packed([sample])[0], padder.alone(sample))
+def test_one_sample_runs_the_diffusers_forward(models):
+    (sample,) = models.samples([[(3, 4), (2, 5)]])
+    assert torch.equal(models.packed([sample])[0], models.alone(sample))
 
 
-def test_one_padded_sample_runs_the_diffusers_forward_on_what_is_valid(padder):
-    sample, longer = padder.samples([[(3, 4)], [(4, 4)]], text=[5, 7])
-    batch = PaddedBatch.of([sample, longer], fill=float("nan")).first()
-    output = padder.padded(batch, attention_mask=batch.mask)
-    assert torch.equal(output[0, :12], padder.alone(sample))
+def test_one_padded_sample_runs_the_diffusers_forward_on_what_is_valid(models):
+    sample, longer = models.samples([[(3, 4)], [(4, 4)]], text=[5, 7])
+    batch = models.batch([sample, longer], fill=float("nan")).first()
+    (output,) = batch.outputs(models.padded(batch, attention_mask=batch.mask))
+    assert torch.equal(output, models.alone(sample))
 
 
 @pytest.mark.parametrize("convention", ["packed", "no mask", "all-true mask"])
-def test_a_uniform_batch_runs_the_diffusers_forward(padder, convention):
-    samples = padder.samples([[(3, 4), (2, 5)]] * 3)
-    batch = PaddedBatch.of(samples, fill=float("nan"))
-    arguments = padder.arguments(batch)
-    if "img_ids" in arguments:
-        arguments["img_ids"] = arguments["img_ids"][0]
-    expected = padder.stock(**arguments, return_dict=False)[0]
+def test_a_uniform_batch_runs_the_diffusers_forward(models, convention):
+    samples = models.samples([[(3, 4), (2, 5)]] * 3)
+    samples = [replace(sample, places=samples[0].places) for sample in samples]
+    batch = models.batch(samples, fill=float("nan"))
+    arguments = models.arguments(batch)
+    for ids in {"img_ids", "image_cond_ids"} & set(arguments):
+        arguments[ids] = arguments[ids][0]
+    expected = torch.stack(batch.outputs(models.stock(**arguments, return_dict=False)[0]))
     if convention == "packed":
-        output = torch.stack(padder.packed(samples))
+        output = torch.stack(models.packed(samples))
     else:
-        output = padder.padded(batch, attention_mask=batch.mask if convention == "all-true mask" else None)
+        full = torch.ones_like(batch.mask) if convention == "all-true mask" else None
+        output = torch.stack(batch.outputs(models.padded(batch, attention_mask=full)))
     assert torch.equal(output, expected)
 
 
-def test_padding_rows_are_exactly_zero_and_get_exactly_zero_gradient(padder):
-    samples = padder.samples(CASES["0, 1 and 3 controls"])
-    batch = PaddedBatch.of(samples, fill=3.0)
+def test_padding_rows_are_exactly_zero_and_get_exactly_zero_gradient(models):
+    samples = models.samples(CASES["0, 1 and 3 controls"])
+    batch = models.batch(samples, fill=3.0)
     batch.image.requires_grad_()
     batch.text.requires_grad_()
     batch.text_mask[0, 5] = False  # a hole in the text as well
-    output = padder.padded(batch, attention_mask=batch.mask)
-    padding = output[~batch.image_mask]
+    output = models.padded(batch, attention_mask=batch.mask)
+    is_padding = batch.is_padding(output)
+    padding = output[is_padding]
     assert torch.equal(padding, torch.zeros_like(padding))
-    assert output[batch.image_mask].abs().min() > 0
+    assert output[~is_padding].abs().min() > 0
     output.square().sum().backward()
     for gradient, valid in ((batch.image.grad, batch.image_mask), (batch.text.grad, batch.text_mask)):
         assert torch.equal(gradient[~valid], torch.zeros_like(gradient[~valid]))
@@ -177,27 +171,29 @@ def test_samples_do_not_influence_each_other(models):
             assert bool((gradient != 0).any()) == (other == index)
 
 
-def test_the_lora_scale_reaches_the_ragged_forward(padder):
-    samples = padder.samples(CASES["target sizes differ"])
-    batch = PaddedBatch.of(samples, fill=0.0)
-    off = padder.padded(batch, attention_mask=batch.mask, **{padder.reference.attention_kwargs: {"scale": 0.0}})
-    padder.ours.disable_adapters()
+def test_the_lora_scale_reaches_the_ragged_forward(models):
+    samples = models.samples(CASES["target sizes differ"])
+    batch = models.batch(samples, fill=0.0)
+    off = models.padded(batch, attention_mask=batch.mask, **{models.reference.attention_kwargs: {"scale": 0.0}})
+    models.ours.disable_adapters()
     try:
-        without = padder.padded(batch, attention_mask=batch.mask)
+        without = models.padded(batch, attention_mask=batch.mask)
     finally:
-        padder.ours.enable_adapters()
+        models.ours.enable_adapters()
     assert (off - without).abs().max() <= TOLERANCE
-    assert (padder.padded(batch, attention_mask=batch.mask) - without).abs().max() > 1e-2
+    assert (models.padded(batch, attention_mask=batch.mask) - without).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"attention_mask": torch.ones(2, 5)}, "attention_mask has shape"),
-        ({"attention_mask": torch.full((2, 19), float("-inf"))}, "additive"),
+        ({"attention_mask": float("-inf")}, "additive"),
     ],
 )
-def test_impossible_inputs_are_named(padder, change, message):
-    batch = PaddedBatch.of(padder.samples([[(3, 4)], [(2, 2)]]), fill=0.0)
+def test_impossible_inputs_are_named(models, change, message):
+    batch = models.batch(models.samples([[(3, 4)], [(2, 2)]]), fill=0.0)
+    if not isinstance(change["attention_mask"], torch.Tensor):
+        change = {"attention_mask": torch.full(batch.mask.shape, change["attention_mask"])}
     with pytest.raises(ValueError, match=message):
-        padder.padded(batch, **{"attention_mask": batch.mask, **change})
+        models.padded(batch, **{"attention_mask": batch.mask, **change})

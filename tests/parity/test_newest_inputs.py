@@ -20,10 +20,10 @@ from qflux.config import load_config
 from qflux.data.images.pixels import to_pixels
 from qflux.models import get_family
 from qflux.models.flux3.family import lone_view
-from qflux.models.flux3.transformer import Flux3Layout
+from qflux.models.flux3.layout import Flux3Layout
 from qflux.models.loading import save_checkpoint
 from qflux.models.qwen_image21.arrangement import arrange, pairs_of, positions
-from qflux.models.qwen_image21.transformer import QwenImage21Layout
+from qflux.models.qwen_image21.layout import QwenImage21Layout
 from qflux.ragged.shapes import Shapes
 from qflux.ragged.spans import mask_of
 from qflux.sampling.predictor import Edit
@@ -188,3 +188,43 @@ def test_what_is_left_of_four_bits_does_not_say_what_to_compute_in():
     quantized = SimpleNamespace(bnb_4bit_compute_dtype=torch.float16)
     model.hf_quantizer = SimpleNamespace(quantization_config=quantized)
     assert model.dtype == torch.float16
+
+
+def test_a_padded_call_of_qwen21_that_does_not_fit_together_is_named():
+    models = Models("qwen-image-2.1")
+    batch = models.batch(models.samples([[(3, 4), (2, 2)], [(2, 2)]]), fill=0.0)
+    arguments = models.arguments(batch)
+    changes = {
+        "needed": {"img_mask": None},
+        "sample 0 has 0 places in img_mask before its target": {"img_mask": torch.zeros_like(batch.slots)},
+        "img_shapes say": {"img_shapes": [[(1, 4, 4), (1, 6, 8)], [(1, 4, 6)]], "attention_mask": batch.mask},
+        "2 samples, 1 img_shapes": {"img_shapes": arguments["img_shapes"][:1], "attention_mask": batch.mask},
+    }
+    for message, change in changes.items():
+        with pytest.raises(ValueError, match=message):
+            models.ours(**{**arguments, **change})
+
+
+def test_a_padded_call_of_qwen21_needs_no_mask_of_its_own():
+    """Shapes and places say which tokens are valid; text is masked as diffusers does."""
+    models = Models("qwen-image-2.1")
+    samples = models.samples([[(3, 4), (2, 2)], [(2, 2)], [(1, 5), (2, 1), (3, 3)]], text=[7, 3, 5])
+    batch = models.batch(samples, fill=float("nan"))
+    output = models.padded(batch, encoder_hidden_states_mask=batch.text_mask)
+    for sample, own in zip(samples, batch.outputs(output), strict=True):
+        assert (own - models.alone(sample)).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("cut", [[3], [2, 1], [1, 1, 1]])
+def test_the_blocks_of_controls_have_a_gradient_however_a_step_without_controls_is_cut(cut):
+    """None instead of zero would let an optimizer skip them: no decay, no momentum."""
+    models = Models("flux3")
+    samples = models.samples([[(3, 4)], [(2, 2)], [(2, 2)]])
+    start = 0
+    for count in cut:
+        for output in models.packed(samples[start : start + count]):
+            output.sum().backward(retain_graph=True)
+        start += count
+    for name, parameter in models.ours.named_parameters():
+        if parameter.requires_grad and ".image_cond." in name:
+            assert torch.equal(parameter.grad, torch.zeros_like(parameter)), name

@@ -23,7 +23,6 @@ from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from diffusers.models.transformers.transformer_flux2 import Flux2AttnProcessor
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from PIL import Image
-from test_family_parity import valid_rows
 
 from family_samples import REFERENCES, Models, PaddedBatch, samples_of, small_images
 from qflux.models import FluxTransformer2DModel, get_family
@@ -248,7 +247,7 @@ def test_one_entry_of_shapes_stands_for_all_images_of_its_prompt(zero_cond_t):
     batch = PaddedBatch.of(samples, fill=float("nan"))
     shapes = [list(samples[n].shapes.images) for n in (0, 2)]
     output = models.padded(batch, img_shapes=shapes)
-    for sample, row in zip(samples, valid_rows(output, samples), strict=True):
+    for sample, row in zip(samples, batch.outputs(output), strict=True):
         assert (row - models.alone(sample)).abs().max() <= 1e-5
 
 
@@ -270,7 +269,7 @@ def test_images_of_several_frames_equal_diffusers_whatever_the_text_masks():
 
 
 @pytest.mark.parametrize("kind", ["bool", "additive", "all valid"])
-@pytest.mark.parametrize("name", [name for name, reference in REFERENCES.items() if reference.padded])
+@pytest.mark.parametrize("name", [name for name, reference in REFERENCES.items() if reference.batch is PaddedBatch])
 def test_the_documents_calls_are_understood_and_deprecated(name, kind):
     """`attention_kwargs={"attention_mask": …}`, 1 and 0 or added to the scores, and `txt_seq_lens`."""
     models = Models(name)
@@ -284,7 +283,7 @@ def test_the_documents_calls_are_understood_and_deprecated(name, kind):
         options["txt_seq_lens"] = [5, 5]
     with pytest.warns(FutureWarning, match="deprecated"):
         output = models.padded(batch, **options)
-    for sample, row in zip(samples, valid_rows(output, samples), strict=True):
+    for sample, row in zip(samples, batch.outputs(output), strict=True):
         assert (row - models.alone(sample)).abs().max() <= 1e-5
 
 

@@ -41,14 +41,14 @@ class RaggedByIds:
         """diffusers' convention: an ordinary batch as it is, anything else packed, run, and put back into zeros."""
         axes = len(self.config.axes_dims_rope)
         image, text = tokens.image, tokens.text
-        img_ids = _checked_ids("img_ids", tokens.img_ids, image, axes)
-        txt_ids = _checked_ids("txt_ids", tokens.txt_ids, text, axes)
-        ordinary = Tokens(image, text, _first(img_ids), _first(txt_ids))
+        img_ids = checked_ids("img_ids", tokens.img_ids, image, axes)
+        txt_ids = checked_ids("txt_ids", tokens.txt_ids, text, axes)
+        ordinary = Tokens(image, text, first_of(img_ids), first_of(txt_ids))
         if mask is None and img_ids.ndim == txt_ids.ndim == 2:
             # Decided without a look at any value, so that this call can be compiled and exported whole.
             return self._stock(ordinary, conditions)
         padding = Padding.of(text, image, mask)
-        if padding.is_empty and _shared(img_ids) and _shared(txt_ids):
+        if padding.is_empty and shared(img_ids) and shared(txt_ids):
             return self._stock(ordinary, conditions)
         packed = Tokens(
             padding.pack_image(image),
@@ -60,8 +60,8 @@ class RaggedByIds:
             padding.text_lengths,
             padding.image_lengths,
             image.device,
-            uniform=_same_samples(padding.text_lengths, packed.txt_ids)
-            and _same_samples(padding.image_lengths, packed.img_ids),
+            uniform=same_samples(padding.text_lengths, packed.txt_ids)
+            and same_samples(padding.image_lengths, packed.img_ids),
         )
         return padding.unpack_image(self.run_packed(packed, layout, conditions))
 
@@ -77,7 +77,7 @@ class RaggedByIds:
         return self._ragged(tokens, layout, conditions)
 
 
-def _checked_ids(name: str, ids: Tensor, tokens: Tensor, axes: int) -> Tensor:
+def checked_ids(name: str, ids: Tensor, tokens: Tensor, axes: int) -> Tensor:
     """Position ids `(S, A)` of all samples or `(B, S, A)` of each; one entry for the batch is the former."""
     ids = ids[0] if ids.ndim == 3 and len(ids) == 1 else ids
     batch, width = tokens.shape[:2]
@@ -86,14 +86,16 @@ def _checked_ids(name: str, ids: Tensor, tokens: Tensor, axes: int) -> Tensor:
     return ids
 
 
-def _shared(ids: Tensor) -> bool:
+def shared(ids: Tensor) -> bool:
+    """All samples have the same ids."""
     return ids.ndim == 2 or bool((ids == ids[:1]).all())
 
 
-def _first(ids: Tensor) -> Tensor:
+def first_of(ids: Tensor) -> Tensor:
+    """Those of the first sample."""
     return ids if ids.ndim == 2 else ids[0]
 
 
-def _same_samples(lengths: list[int], ids: Tensor) -> bool:
+def same_samples(lengths: list[int], ids: Tensor) -> bool:
     """Samples of these lengths have the same positions."""
-    return len(set(lengths)) == 1 and _shared(ids.unflatten(0, (len(lengths), -1)))
+    return len(set(lengths)) == 1 and shared(ids.unflatten(0, (len(lengths), lengths[0])))

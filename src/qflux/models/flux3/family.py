@@ -22,10 +22,11 @@ from qflux.models.flux2.positions import text_ids
 from qflux.models.flux3.components import Flux3Components
 from qflux.models.flux3.encoders import LAYERS, Flux3Encoder, text_counter
 from qflux.models.flux3.facts import FACTS
+from qflux.models.flux3.layout import Flux3Layout
 from qflux.models.flux3.names import SWAPPED, original_names
 from qflux.models.flux3.positions import control_ids, target_ids
 from qflux.models.flux3.tiny import SHIFT, tiny
-from qflux.models.flux3.transformer import Flux3Layout, Flux3Transformer2DModel
+from qflux.models.flux3.transformer import Flux3Transformer2DModel
 from qflux.models.loading import checkpoint_folder, load_other, load_part, require_template
 
 _MODELS: dict[str, Any] = {
@@ -87,7 +88,8 @@ def velocity(transformer: Any, inputs: ModelInputs) -> Tensor:
         [sample.target_tokens for sample in shapes],
         [sample.control_tokens for sample in shapes],
         device,
-        inputs.padded,
+        padded=inputs.padded,
+        uniform=len(set(inputs.text_lengths)) == 1 and len(set(shapes)) == 1,
     )
     targets, controls = layout.images.split(inputs.images.to(dtype))
     jump = None

@@ -9,8 +9,6 @@ Shapes: B samples; L text, M target, K control, T joint tokens of the whole batc
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import diffusers
@@ -26,52 +24,12 @@ from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor, nn
 
 from qflux.models.compat import picklable, require_plain_attention
+from qflux.models.flux3.layout import Flux3Layout, Flux3Padding, Streams
 from qflux.models.projection import TextProjection
 from qflux.ragged.heads import turned_heads
-from qflux.ragged.interleave import Interleave
-from qflux.ragged.layout import PackedLayout, PaddedLayout, RaggedLayout
+from qflux.ragged.layout import PackedLayout, RaggedLayout
 from qflux.ragged.modulation import add_gated, norm_modulate
 from qflux.ragged.rope import Rotary, rotary_from
-
-
-@dataclass(frozen=True)
-class Flux3Layout:
-    """Where the tokens of a batch lie, in the blocks of each kind and in those of whole samples."""
-
-    text: RaggedLayout
-    target: RaggedLayout
-    control: RaggedLayout
-    """Of the samples that have any."""
-    images: Interleave
-    """Targets and controls, as two streams and as the images of each sample."""
-    joint: RaggedLayout
-
-    @classmethod
-    def build(
-        cls,
-        text: Sequence[int],
-        target: Sequence[int],
-        control: Sequence[int],
-        device: torch.device | str | None = None,
-        padded: bool = False,
-    ) -> Flux3Layout:
-        """From the tokens of each sample."""
-
-        def layout(first: Sequence[int], second: Sequence[int]) -> RaggedLayout:
-            packed = PackedLayout.build(first, second, device)
-            return PaddedLayout.of(packed) if padded else packed
-
-        def alone(lengths: Sequence[int]) -> RaggedLayout:
-            return layout(lengths, [0] * len(lengths))
-
-        shown = [length for length in control if length]
-        return cls(
-            text=alone(text),
-            target=alone(target),
-            control=alone(shown or [0]),
-            images=Interleave.build(target, control, device),
-            joint=layout(text, [sum(lengths) for lengths in zip(target, control, strict=True)]),
-        )
 
 
 class Mode(NamedTuple):
@@ -108,9 +66,18 @@ class RaggedFlux3ModeBlock(Flux3ModeTransformerBlock):
         layout: RaggedLayout | None = None,
     ) -> Tensor:
         """Ragged: tokens `(T, C)`, modulation `(R, 3 C)`, each token's row; without a layout it is diffusers' own."""
+        if hidden_states.ndim == 3 and hidden_states.shape[1] == 0:
+            return self._of_nothing(hidden_states, temb_mod, image_rotary_emb)
         if layout is None or row is None:
             return super().forward(hidden_states, temb_mod, image_rotary_emb)
         return _parallel(self, hidden_states, temb_mod, row, image_rotary_emb, layout)
+
+    def _of_nothing(self, tokens: Tensor, modulation: Tensor, rotary: Any) -> Tensor:
+        """No tokens `(B, 0, C)`, which diffusers' rotary positions can't turn."""
+        none = torch.zeros(0, dtype=torch.long, device=tokens.device)
+        layout = PackedLayout.build([0], [0], tokens.device)
+        flat = _parallel(self, tokens.flatten(0, 1), modulation.flatten(0, 1), none, rotary_from(*rotary), layout)
+        return flat.view_as(tokens)
 
 
 class RaggedFlux3SingleBlock(Flux3SingleTransformerBlock):
@@ -176,15 +143,24 @@ class Flux3Transformer2DModel(diffusers.Flux3Transformer2DModel):
         target_timestep: Tensor | None = None,
         attention_kwargs: dict[str, Any] | None = None,
         return_dict: bool = True,
+        attention_mask: Tensor | None = None,
         layout: Flux3Layout | None = None,
     ) -> Transformer2DModelOutput | tuple[Tensor]:
-        """diffusers' arguments, and samples of different sizes and numbers of references.
+        """diffusers' arguments, and two ways to pass samples of different sizes and numbers of references.
 
-        With `layout`, `hidden_states` is `(M, in_channels)`, `image_cond_hidden_states` `(K, in_channels)`,
+        Padded: ids may be of all samples or `(B, …, 4)` of each, and `attention_mask` `(B, text + target + control)`,
+        bool or 0/1, says which tokens are valid. Padding is removed before anything is computed; its output rows are
+        zero.
+
+        Packed: with `layout`, `hidden_states` is `(M, in_channels)`, `image_cond_hidden_states` `(K, in_channels)`,
         `encoder_hidden_states` `(L, text channels)`, ids have as many rows, and the output is `(M, in_channels)`.
         `timestep` and `target_timestep` have one row per sample, as always.
+
+        One sample, or samples of one shape with nothing masked, run diffusers' forward itself.
         """
-        if layout is None:
+        given = (txt_ids, img_ids, image_cond_ids)
+        if layout is None and attention_mask is None and all(ids is None or ids.ndim == 2 for ids in given):
+            # Decided without a look at any value, so that this call can be compiled and exported whole.
             return super().forward(
                 hidden_states,
                 encoder_hidden_states,
@@ -199,26 +175,62 @@ class Flux3Transformer2DModel(diffusers.Flux3Transformer2DModel):
             )
         if (target_timestep is not None) != bool(self.config.flow_map):
             raise ValueError("target_timestep is needed by, and only by, a distilled FLUX.3 (flow_map).")
-        require_plain_attention([*self.mode_block_list, *self.single_transformer_blocks], Flux3AttnProcessor)
-        text = Mode(encoder_hidden_states, layout.text.text_sample, txt_ids)
-        target = Mode(hidden_states, layout.target.text_sample, img_ids)
         if image_cond_hidden_states is None or image_cond_ids is None:
-            image_cond_hidden_states, image_cond_ids = hidden_states[:0], img_ids[:0]
-        # Samples without references are not in its layout: the numbers of samples are those of the whole batch.
-        of_control = layout.control.enter_text(layout.images.second_sample)
-        control = Mode(image_cond_hidden_states, of_control, image_cond_ids)
-        output = self._forward_ragged(
-            (text, target, control), layout, (timestep, target_timestep), attention_kwargs=attention_kwargs
-        )
+            image_cond_hidden_states, image_cond_ids = hidden_states[..., :0, :], img_ids[..., :0, :]
+        tokens = Streams(encoder_hidden_states, hidden_states, image_cond_hidden_states)
+        ids = Streams(txt_ids, img_ids, image_cond_ids)
+        conditions: dict[str, Any] = {"levels": (timestep, target_timestep), "attention_kwargs": attention_kwargs}
+        if layout is not None:
+            output = self._run_packed(tokens, ids, layout, conditions)
+        elif (padding := Flux3Padding.of(tokens, ids, attention_mask)).is_empty:
+            output = self._stock(tokens, padding.first_ids, **conditions)
+        else:
+            output = padding.unpack(self._run_packed(*padding.packed, padding.layout, conditions))
         return Transformer2DModelOutput(sample=output) if return_dict else (output,)
+
+    def _stock(
+        self,
+        tokens: Streams,
+        ids: Streams,
+        levels: tuple[Tensor, Tensor | None],
+        attention_kwargs: dict[str, Any] | None,
+    ) -> Tensor:
+        """diffusers' own forward, on an ordinary batch.
+
+        Where there are no controls it gets none of them, so that their blocks run and have a gradient of zero as in
+        any other batch: what a step does to them must not depend on how it is cut, nor ranks part ways.
+        """
+        text, target, control = tokens
+        noise, jump = levels
+        return super().forward(
+            target, text, noise, ids.target, ids.text, control, ids.control, jump, attention_kwargs, return_dict=False
+        )[0]
+
+    def _run_packed(self, tokens: Streams, ids: Streams, layout: Flux3Layout, conditions: dict[str, Any]) -> Tensor:
+        """Packed tokens in and out. Samples that are all alike are an ordinary batch, and run as one."""
+        if layout.uniform:
+            alike = Streams(*(x.unflatten(0, (layout.batch_size, len(x) // layout.batch_size)) for x in tokens))
+            first = Streams(*(x[: len(x) // layout.batch_size] for x in ids))
+            return self._stock(alike, first, **conditions).flatten(0, 1)
+        unknown = sorted(set(conditions["attention_kwargs"] or {}) - {"scale"})
+        if unknown:
+            raise ValueError(f"attention_kwargs {unknown} are not supported for samples of different sizes.")
+        require_plain_attention([*self.mode_block_list, *self.single_transformer_blocks], Flux3AttnProcessor)
+        modes = (
+            Mode(tokens.text, layout.text.text_sample, ids.text),
+            Mode(tokens.target, layout.target.text_sample, ids.target),
+            # Samples without references are not in its layout: the numbers of samples are those of the whole batch.
+            Mode(tokens.control, layout.control.enter_text(layout.images.second_sample), ids.control),
+        )
+        return self._forward_ragged(modes, layout, **conditions)
 
     @apply_lora_scale("attention_kwargs")
     def _forward_ragged(
         self,
         modes: tuple[Mode, Mode, Mode],
         layout: Flux3Layout,
-        levels: tuple[Tensor, Tensor | None],
         *,
+        levels: tuple[Tensor, Tensor | None],
         attention_kwargs: dict[str, Any] | None,
     ) -> Tensor:
         text, target, control = modes

@@ -21,9 +21,10 @@ from qflux.models.qwen_image21.arrangement import pairs_of
 from qflux.models.qwen_image21.components import QwenImage21Components
 from qflux.models.qwen_image21.encoders import QwenImage21Encoder, text_counter
 from qflux.models.qwen_image21.facts import FACTS
+from qflux.models.qwen_image21.layout import QwenImage21Layout
 from qflux.models.qwen_image21.prompts import PromptProcessor
 from qflux.models.qwen_image21.tiny import tiny
-from qflux.models.qwen_image21.transformer import QwenImage21Layout, QwenImage21Transformer2DModel
+from qflux.models.qwen_image21.transformer import QwenImage21Transformer2DModel
 
 _MODELS: dict[str, Any] = {
     "transformer": QwenImage21Transformer2DModel,

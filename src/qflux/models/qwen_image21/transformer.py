@@ -9,8 +9,6 @@ Shapes: B samples, R targets, L text, N image, T = L + N joint tokens of the who
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import diffusers
@@ -24,80 +22,14 @@ from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
 from qflux.models.compat import picklable, require_plain_attention
-from qflux.models.qwen_image21.arrangement import arrange, positions
+from qflux.models.padding import as_bool
+from qflux.models.qwen_image21.layout import QwenImage21Layout
+from qflux.models.qwen_image21.padded import QwenImage21Padding, is_ordinary
 from qflux.ragged.heads import turned_heads
-from qflux.ragged.interleave import Interleave
-from qflux.ragged.layout import PackedLayout, PaddedLayout, RaggedLayout
+from qflux.ragged.layout import RaggedLayout
 from qflux.ragged.modulation import add_gated, clip_fp16, norm_modulate
-from qflux.ragged.prefix import Continued, PrefixMemory, Recorded
+from qflux.ragged.prefix import PrefixMemory
 from qflux.ragged.rope import Rotary
-from qflux.ragged.shapes import Shapes, image_tokens
-from qflux.ragged.transfer import upload
-
-
-@dataclass(frozen=True)
-class QwenImage21Layout:
-    """Where the tokens of a batch lie, where they stand in their samples, and how noisy they are."""
-
-    joint: RaggedLayout
-    positions: tuple[Tensor, Tensor]
-    """Of text `(L, 3)` and image tokens `(N, 3)`: numbers in the tables of rotary positions."""
-    target: Tensor
-    """`(N,)` which target an image token is of; R if it is of a control."""
-    targets: int
-    """R, of the whole batch."""
-    lengths: tuple[tuple[int, ...], tuple[int, ...]]
-    """Tokens of each sample before its targets, and of its targets."""
-    images: Interleave
-    """Targets and controls, as two streams and as the images of each sample."""
-
-    @classmethod
-    def build(
-        cls,
-        text: Sequence[int],
-        shapes: Sequence[Shapes],
-        places: Sequence[Sequence[int]],
-        device: torch.device | str | None = None,
-        padded: bool = False,
-    ) -> QwenImage21Layout:
-        """From the text tokens and images of each sample, and the text tokens before each control."""
-        samples = list(zip(text, shapes, places, strict=True))
-        packed = PackedLayout.build(
-            text, [sample.tokens for sample in shapes], device, arrangements=[arrange(*sample) for sample in samples]
-        )
-        of_text, of_image = zip(*(positions(*sample) for sample in samples), strict=True)
-        count, rows = sum(len(sample.targets) for sample in shapes), list[Tensor]()
-        numbers = iter(range(count))
-        for sample in shapes:
-            rows += [torch.full((image_tokens([shape]),), next(numbers)) for shape in sample.targets]
-            rows.append(torch.full((sample.control_tokens,), count))
-        return cls(
-            joint=PaddedLayout.of(packed) if padded else packed,
-            positions=(upload(torch.cat(of_text), device), upload(torch.cat(of_image), device)),
-            target=upload(torch.cat(rows), device),
-            targets=count,
-            lengths=(
-                tuple(length + sample.control_tokens for length, sample in zip(text, shapes, strict=True)),
-                tuple(sample.target_tokens for sample in shapes),
-            ),
-            images=Interleave.build(
-                [sample.target_tokens for sample in shapes], [sample.control_tokens for sample in shapes], device
-            ),
-        )
-
-    def recorded(self, memory: PrefixMemory) -> Recorded:
-        """The joint layout, which keeps the prefix of each block."""
-        prefixes, targets = self.lengths
-        kinds = torch.tensor([True, False]).repeat(len(targets))
-        counts = torch.tensor([length for pair in zip(prefixes, targets, strict=True) for length in pair])
-        rows = kinds.repeat_interleave(counts).nonzero().squeeze(1)
-        return Recorded(self.joint, upload(rows, self.target.device), memory)
-
-    def continued(self, memory: PrefixMemory) -> Continued:
-        """A layout of targets alone, behind the prefix that was kept."""
-        if self.targets != len(self.lengths[1]):
-            raise ValueError("several targets of a sample would see each other: with a memory it has one.")
-        return Continued(memory, *self.lengths, self.target.device)
 
 
 class RaggedQwenImage21Block(QwenImage21TransformerBlock):
@@ -173,24 +105,36 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
         hidden_states: Tensor,
         encoder_hidden_states: Tensor,
         timestep: Tensor,
-        img_shapes: list[list[tuple[int, int, int]]] | None = None,
-        img_mask: Tensor | None = None,
+        img_shapes: Any = None,
+        img_mask: Any = None,
         encoder_hidden_states_mask: Tensor | None = None,
         attention_kwargs: dict[str, Any] | None = None,
         kv_cache: Any = None,
         kv_cache_mode: str | None = None,
         return_dict: bool = True,
+        attention_mask: Tensor | None = None,
         layout: QwenImage21Layout | None = None,
         memory: PrefixMemory | None = None,
     ) -> Transformer2DModelOutput | tuple[Tensor]:
-        """diffusers' arguments, and samples of different sizes, numbers of controls and of targets.
+        """diffusers' arguments, and two ways to pass samples of different sizes, numbers of controls and of targets.
 
-        With `layout`, `hidden_states` is `(N, in_channels)`, each sample's targets and then its controls;
+        Padded: `img_shapes` and `img_mask` may differ between samples, and `attention_mask` `(B, text + image)`, bool
+        or 0/1, says which tokens are valid. The output is `(B, T, out_channels)`: the target of a sample is the end of
+        its row, as it is in diffusers', and the rest is zero.
+
+        Packed: with `layout`, `hidden_states` is `(N, in_channels)`, each sample's targets and then its controls;
         `encoder_hidden_states` `(L, text channels)`, without places for images; `timestep` `(R,)`, one for each target;
         and the output `(N, out_channels)`, of which the rows of targets mean something. With `memory`, which has to be
         of the same batch, only targets run once it has been filled.
+
+        One sample, or samples of one arrangement with nothing masked, are computed exactly as diffusers does.
         """
-        if layout is None:
+        if layout is None and (img_shapes is None or img_mask is None):
+            raise ValueError("img_shapes and img_mask say where the images of a sample stand, and are needed.")
+        if attention_mask is not None:
+            width = encoder_hidden_states.shape[1] + hidden_states.shape[1]
+            attention_mask = as_bool("attention_mask", attention_mask, (len(hidden_states), width))
+        if layout is None and is_ordinary(img_shapes, img_mask, attention_mask):
             return super().forward(
                 hidden_states,
                 encoder_hidden_states,
@@ -210,13 +154,21 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
                 "causal_condition is off in this checkpoint, and its text depends on the noise of its image; "
                 "only models like the published Qwen-Image-2.1, which have it on, can be trained here."
             )
-        require_plain_attention(self.transformer_blocks, QwenImage21AttnProcessor)
-        run = self._forward_targets if memory is not None and memory.blocks else self._forward_ragged
-        output = run(hidden_states, encoder_hidden_states, timestep, layout, memory, attention_kwargs=attention_kwargs)
+        if layout is not None:
+            output = self._run_packed(
+                hidden_states, encoder_hidden_states, timestep, layout, memory, attention_kwargs=attention_kwargs
+            )
+        else:
+            masks = (img_mask, encoder_hidden_states_mask, attention_mask)
+            padding = QwenImage21Padding.of(hidden_states, encoder_hidden_states, img_shapes, *masks)
+            packed = self._run_packed(
+                padding.image, padding.text, timestep, padding.layout, None, attention_kwargs=attention_kwargs
+            )
+            output = padding.unpack(packed)
         return Transformer2DModelOutput(sample=output) if return_dict else (output,)
 
     @apply_lora_scale("attention_kwargs")
-    def _forward_ragged(
+    def _run_packed(
         self,
         image: Tensor,
         text: Tensor,
@@ -226,6 +178,40 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
         *,
         attention_kwargs: dict[str, Any] | None,
     ) -> Tensor:
+        if layout.alike is not None and memory is None:
+            return self._forward_alike(image, text, timestep, layout)
+        unknown = sorted(set(attention_kwargs or {}) - {"scale"})
+        if unknown:
+            raise ValueError(f"attention_kwargs {unknown} are not supported for samples of different sizes.")
+        require_plain_attention(self.transformer_blocks, QwenImage21AttnProcessor)
+        if memory is not None and memory.blocks:
+            return self._forward_targets(image, timestep, layout, memory)
+        return self._forward_ragged(image, text, timestep, layout, memory)
+
+    def _forward_alike(self, image: Tensor, text: Tensor, timestep: Tensor, layout: QwenImage21Layout) -> Tensor:
+        """diffusers' forward, operation by operation, on samples of one arrangement.
+
+        It finds the arrangement out from masks on the device, and waits for them several times. Here it is known.
+        """
+        alike, whole, batch = layout.alike, layout.joint, layout.joint.batch_size
+        assert alike is not None
+        targets, controls = (x.unflatten(0, (batch, len(x) // batch)) for x in layout.images.split(image))
+        shown = self.img_in(torch.cat([controls, targets], dim=1))
+        of_control, of_target = shown.split([controls.shape[1], targets.shape[1]], dim=1)
+        images = layout.images.join(of_target.flatten(0, 1), of_control.flatten(0, 1))
+        texts = self.txt_in(alike.with_slots(text)).flatten(0, 1).index_select(0, alike.text_rows)
+        joint = whole.join(texts, images).unflatten(0, (batch, -1))
+
+        temb = self.time_text_embed(torch.cat([timestep.to(joint.dtype), timestep.new_zeros(1).to(joint.dtype)]), joint)
+        numbers = whole.join(*layout.positions)[: joint.shape[1]]
+        rotary = torch.view_as_complex(self._rotary(numbers).squeeze(1))
+        joint = self._blocks(joint, temb, rotary, None, alike.is_target, None, None, None, alike.segments)
+        predicted = self.proj_out(self.norm_out(joint, temb, alike.is_target))
+        return whole.split(predicted.flatten(0, 1))[1]
+
+    def _forward_ragged(
+        self, image: Tensor, text: Tensor, timestep: Tensor, layout: QwenImage21Layout, memory: PrefixMemory | None
+    ) -> Tensor:
         whole, (of_text, of_image) = layout.joint, layout.positions
         joint = whole.join(self.txt_in(whole.enter_text(text)), self.img_in(whole.enter_image(image)))
         target = whole.enter_image(layout.target)
@@ -233,38 +219,30 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
         temb = self._conditioning(timestep, joint)
         rotary = self._rotary(whole.join(whole.enter_text(of_text), whole.enter_image(of_image)))
         seen = whole if memory is None else layout.recorded(memory)
-        joint = self._blocks(joint, temb, rotary, row, seen)
+        joint = self._blocks(joint, temb, rotary, *[None] * 7, row, seen)
         return whole.leave_image(self._predicted(whole.split(joint)[1], temb, target))
 
-    @apply_lora_scale("attention_kwargs")
     def _forward_targets(
-        self,
-        image: Tensor,
-        text: Tensor,
-        timestep: Tensor,
-        layout: QwenImage21Layout,
-        memory: PrefixMemory,
-        *,
-        attention_kwargs: dict[str, Any] | None,
+        self, image: Tensor, timestep: Tensor, layout: QwenImage21Layout, memory: PrefixMemory
     ) -> Tensor:
         """The same where the prefix has been through all blocks already."""
         noisy, controls = layout.images.split(image)
         row, _ = layout.images.split(layout.target)
         tokens = self.img_in(noisy)
         temb, rotary = self._conditioning(timestep, tokens), self._rotary(layout.images.split(layout.positions[1])[0])
-        tokens = self._blocks(tokens, temb, rotary, row, layout.continued(memory))
+        tokens = self._blocks(tokens, temb, rotary, *[None] * 7, row, layout.continued(memory))
         return layout.images.join(self._predicted(tokens, temb, row), torch.zeros_like(controls))
 
     def _conditioning(self, timestep: Tensor, like: Tensor) -> Tensor:
         """`(R + 1, C)` of the targets, and of what has no noise."""
         return self.time_text_embed(torch.cat([timestep, timestep.new_zeros(1)]).to(like.dtype), like)
 
-    def _blocks(self, tokens: Tensor, temb: Tensor, rotary: Rotary, row: Tensor, layout: Any) -> Tensor:
+    def _blocks(self, tokens: Tensor, temb: Tensor, rotary: Tensor, *rest: Any) -> Tensor:
         table = self.modulation(temb)
         checkpointing = torch.is_grad_enabled() and self.gradient_checkpointing
         run = self._gradient_checkpointing_func if checkpointing else _call
         for block in self.transformer_blocks:
-            tokens = run(block, tokens, table, rotary, *[None] * 7, row, layout)
+            tokens = run(block, tokens, table, rotary, *rest)
         return tokens
 
     def _predicted(self, tokens: Tensor, temb: Tensor, row: Tensor) -> Tensor:
