@@ -20,12 +20,24 @@ from qflux.ragged.interleave import Interleave
 from qflux.ragged.shapes import ImageShape, Shapes, image_tokens
 
 
-def is_ordinary(img_shapes: Sequence[Sequence[ImageShape]], img_mask: Tensor, valid: Tensor | None) -> bool:
+def is_ordinary(
+    image: Tensor,
+    text: Tensor,
+    img_shapes: Sequence[Sequence[ImageShape]] | None,
+    slots: Tensor | None,
+    mask: Tensor | None,
+) -> bool:
     """A call that diffusers understands as it is: samples of one arrangement, with nothing masked by us."""
-    if len({tuple(map(tuple, shapes)) for shapes in img_shapes}) > 1:
+    if img_shapes is None or slots is None:
+        raise ValueError("img_shapes and img_mask say where the images of a sample stand, and are needed.")
+    if mask is not None and not bool(as_bool("attention_mask", mask, _joint_shape(image, text)).all()):
         return False
-    same_slots = len(img_mask) == 1 or bool((img_mask == img_mask[:1]).all())
-    return same_slots and (valid is None or bool((valid == 1).all()))
+    alike = len({tuple(map(tuple, shapes)) for shapes in img_shapes}) == 1
+    return alike and (len(slots) == 1 or bool((slots == slots[:1]).all()))
+
+
+def _joint_shape(image: Tensor, text: Tensor) -> tuple[int, int]:
+    return len(image), text.shape[1] + image.shape[1]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
 from qflux.models.compat import picklable, require_plain_attention
-from qflux.models.padding import as_bool
 from qflux.models.qwen_image21.layout import QwenImage21Layout
 from qflux.models.qwen_image21.padded import QwenImage21Padding, is_ordinary
 from qflux.ragged.heads import turned_heads
@@ -129,12 +128,8 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
 
         One sample, or samples of one arrangement with nothing masked, are computed exactly as diffusers does.
         """
-        if layout is None and (img_shapes is None or img_mask is None):
-            raise ValueError("img_shapes and img_mask say where the images of a sample stand, and are needed.")
-        if attention_mask is not None:
-            width = encoder_hidden_states.shape[1] + hidden_states.shape[1]
-            attention_mask = as_bool("attention_mask", attention_mask, (len(hidden_states), width))
-        if layout is None and is_ordinary(img_shapes, img_mask, attention_mask):
+        tokens = (hidden_states, encoder_hidden_states)
+        if layout is None and is_ordinary(*tokens, img_shapes, img_mask, attention_mask):
             return super().forward(
                 hidden_states,
                 encoder_hidden_states,
@@ -155,16 +150,12 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
                 "only models like the published Qwen-Image-2.1, which have it on, can be trained here."
             )
         if layout is not None:
-            output = self._run_packed(
-                hidden_states, encoder_hidden_states, timestep, layout, memory, attention_kwargs=attention_kwargs
-            )
+            output = self._run_packed(*tokens, timestep, layout, memory, attention_kwargs=attention_kwargs)
         else:
             masks = (img_mask, encoder_hidden_states_mask, attention_mask)
-            padding = QwenImage21Padding.of(hidden_states, encoder_hidden_states, img_shapes, *masks)
-            packed = self._run_packed(
-                padding.image, padding.text, timestep, padding.layout, None, attention_kwargs=attention_kwargs
-            )
-            output = padding.unpack(packed)
+            padding = QwenImage21Padding.of(*tokens, img_shapes, *masks)
+            packed = (padding.image, padding.text, timestep, padding.layout, None)
+            output = padding.unpack(self._run_packed(*packed, attention_kwargs=attention_kwargs))
         return Transformer2DModelOutput(sample=output) if return_dict else (output,)
 
     @apply_lora_scale("attention_kwargs")
