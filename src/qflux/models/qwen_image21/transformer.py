@@ -152,8 +152,9 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
         if layout is not None:
             output = self._run_packed(*tokens, timestep, layout, memory, attention_kwargs=attention_kwargs)
         else:
-            masks = (img_mask, encoder_hidden_states_mask, attention_mask)
-            padding = QwenImage21Padding.of(*tokens, img_shapes, *masks)
+            padding = QwenImage21Padding.of(
+                *tokens, img_shapes, img_mask, text_mask=encoder_hidden_states_mask, mask=attention_mask
+            )
             packed = (padding.image, padding.text, timestep, padding.layout, None)
             output = padding.unpack(self._run_packed(*packed, attention_kwargs=attention_kwargs))
         return Transformer2DModelOutput(sample=output) if return_dict else (output,)
