@@ -46,6 +46,8 @@ def recipe(request, tmp_path_factory, data_set):
     }
     for dtype in ("bfloat16", "float16", "float32"):
         Trainer(load_config(settings, [f"model.dtype={dtype}"])).cache()
+    # Where everything is trained, text is kept as it was before the transformer's first layer.
+    Trainer(load_config(settings, ["train.method=full"])).cache()
     return lambda *overrides: load_config(settings, overrides)
 
 

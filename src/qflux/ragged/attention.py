@@ -102,12 +102,17 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) ->
 
 def _attend_one(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     q, k, v = heads_first(query, key, value)
-    return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
+    return tokens_first(F.scaled_dot_product_attention(q, k, v))
 
 
 def heads_first(*tensors: Tensor) -> list[Tensor]:
     """`(S, H, D)` as `(1, H, S, D)`; by hand, because it is done for every sample of every block."""
     return [x.transpose(0, 1)[None] for x in tensors]
+
+
+def tokens_first(attended: Tensor) -> Tensor:
+    """The inverse for one tensor. Not `attended[0]`, whose gradient would be copied into a tensor of zeros."""
+    return attended.squeeze(0).transpose(0, 1)
 
 
 def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -26,6 +26,7 @@ from qflux.ragged.attention import (
     has_flash,
     heads_first,
     prefers_varlen,
+    tokens_first,
     under_autocast,
 )
 from qflux.ragged.transfer import upload
@@ -186,7 +187,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
     else:
         seen = torch.ones(len(query), len(key), dtype=torch.bool, device=q.device).tril(len(key) - len(query))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-    return out[0].transpose(0, 1)
+    return tokens_first(out)
 
 
 class _Take(torch.autograd.Function):
