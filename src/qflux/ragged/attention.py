@@ -47,10 +47,12 @@ def ragged_attention(
     `offsets_host` holds the same numbers as `offsets`, so that no kernel choice or slice waits for the device.
     `of_keys` are both for the keys, where a sample has more of them than queries.
     """
-    key_offsets, key_offsets_host = of_keys or (offsets, offsets_host)
-    lengths, reaches = ([end - start for start, end in pairwise(host)] for host in (offsets_host, key_offsets_host))
     if not len(query):
         return nothing(query, key, value)
+    lengths = reaches = [end - start for start, end in pairwise(offsets_host)]
+    key_offsets = offsets
+    if of_keys is not None:
+        key_offsets, reaches = of_keys[0], [end - start for start, end in pairwise(of_keys[1])]
     query, key, value = under_autocast(query, key, value)
     if prefers_varlen(query, lengths):
         from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  (registers CUDA ops on import)
@@ -107,7 +109,7 @@ def _attend_one(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def heads_first(*tensors: Tensor) -> list[Tensor]:
     """`(S, H, D)` as `(1, H, S, D)`; by hand, because it is done for every sample of every block."""
-    return [x.transpose(0, 1)[None] for x in tensors]
+    return [x[None].transpose(1, 2) for x in tensors]
 
 
 def tokens_first(attended: Tensor) -> Tensor:
