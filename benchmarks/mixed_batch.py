@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from qflux.adapters.lora import inject
+from qflux.capacity.flops import PEAKS, StepFlops
 from qflux.config import LoraSettings
 from qflux.data.encoded import TextEmbedding
 from qflux.models import QwenImageTransformer2DModel, get_family
@@ -43,7 +44,6 @@ from qflux.models.flux_kontext.positions import image_ids
 from qflux.ragged.compilation import compile_blocks
 from qflux.ragged.layout import PackedLayout, PaddedLayout, padding_ratio
 from qflux.ragged.shapes import Shapes
-from qflux.training.flops import PEAKS, StepFlops
 
 BATCHES = {
     "four, 45 %": (1024, 1600, 2304, 4096),
@@ -138,10 +138,9 @@ def build_model(scale: Scale, device: str) -> Any:
     return model.train()
 
 
-def training_step(model: Any, scale: Scale, batch: Batch, mode: str, device: str) -> Callable[[], None]:
-    """A closure that does one optimizer step in `mode`; "diffusers" is its own forward on the padded batch."""
+def inputs_of(model: Any, scale: Scale, batch: Batch, device: str, padded: bool = False) -> ModelInputs:
+    """Random ones."""
     options: dict[str, Any] = {"device": device, "dtype": scale.dtype}
-    count = len(batch.targets)
     torch.manual_seed(0)
     channels = get_family(scale.family).widths(model).image
     image = torch.randn(sum(batch.image_lengths), channels, **options)
@@ -149,9 +148,15 @@ def training_step(model: Any, scale: Scale, batch: Batch, mode: str, device: str
         TextEmbedding(torch.randn(n, scale.text_width, **options), torch.randn(768, **options), places=(n // 4,))
         for n in batch.text_lengths
     ]
+    return ModelInputs(image, batch.shapes, text, torch.rand(len(text), device=device), 3.5, padded=padded)
+
+
+def training_step(model: Any, scale: Scale, batch: Batch, mode: str, device: str) -> Callable[[], None]:
+    """A closure that does one optimizer step in `mode`; "diffusers" is its own forward on the padded batch."""
+    inputs = inputs_of(model, scale, batch, device, mode == "padded")
+    image, text, count = inputs.images, inputs.text, len(batch.targets)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     goal = torch.randn_like(image)
-    inputs = ModelInputs(image, batch.shapes, text, torch.rand(count, device=device), 3.5, padded=mode == "padded")
     velocity = get_family(scale.family).velocity
 
     def one_by_one() -> None:

@@ -39,6 +39,7 @@ ROOMS = [
     "models",
     "cache",
     "adapters",
+    "capacity",
     "sampling",
     "runs",
     "report",

@@ -12,7 +12,7 @@ from qflux.config.data import DataSettings
 from qflux.config.loss import LossSettings
 from qflux.config.model import CacheSettings, LoraSettings, ModelSettings
 from qflux.config.sampling import PredictSettings, ValidationSettings
-from qflux.config.section import DECIDES, FREE, Folder, Marks, Section, Seed
+from qflux.config.section import DECIDES, FREE, Folder, Marks, Memory, Section, Seed
 from qflux.config.training import OptimizerSettings, TrainSettings
 from qflux.errors import redacted
 from qflux.models import registry
@@ -37,6 +37,11 @@ class Config(Section):
     seed: Seed = Field(
         default=0, description="of everything random: equal seeds give equal runs", json_schema_extra=DECIDES
     )
+    memory: Memory | None = Field(
+        default=None,
+        description='what a run may take of the GPU, such as "16GB"; default: what is free',
+        json_schema_extra=FREE,
+    )
     model: ModelSettings = Field(description="which weights, and in what precision")
     data: DataSettings = Field(description="where the samples are")
     cache: CacheSettings = Field(default=CacheSettings(), description="where embeddings are kept")
@@ -57,7 +62,7 @@ class Config(Section):
     def _what_trains_is_not_quantized(self) -> Config:
         if self.model.quantization and self.train.method == "full":
             raise ValueError("train.method: full trains every weight, and model.quantization freezes them; set one")
-        if self.model.quantization == "fp8" and self.train.compile:
+        if self.model.quantization == "fp8" and self.train.compile is True:
             raise ValueError(
                 "model.quantization: fp8 and train.compile do not go together: compilation of a 12B model does not end "
                 "its first step in minutes; use one of them, or int8"

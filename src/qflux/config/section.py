@@ -61,6 +61,17 @@ def _area(value: Any) -> Any:
     return value
 
 
+def _memory(value: Any) -> Any:
+    """Bytes, from an integer or a string such as "16GB" or "11.5 GiB"."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([GM])(i?)B\s*", value, re.IGNORECASE)
+        if not match:
+            raise ValueError('memory is a number of bytes or a string such as "16GB" or "11.5GiB"')
+        base = 1024 if match[3] else 1000
+        return int(float(match[1]) * base ** (3 if match[2].upper() == "G" else 2))
+    return value
+
+
 def _expanded(path: Path) -> Path:
     try:
         return path.expanduser()
@@ -102,6 +113,12 @@ Texts = Annotated[
     tuple[str, ...],
     BeforeValidator(lambda v: (v,) if isinstance(v, str) else tuple(v) if isinstance(v, list) else v),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+Memory = Annotated[
+    int,
+    BeforeValidator(_memory),
+    Field(ge=2**28),
+    WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string"}], "examples": ["16GB", "11.5GiB"]}),
 ]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Names = Annotated[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -109,13 +109,22 @@ class TrainSettings(Section):
         "once for all of them where they do not see the target, elsewhere once for each",
         json_schema_extra=DECIDES_IF_SET,
     )
-    gradient_checkpointing: bool | int = Field(
-        default=True,
-        description="true: every block computes its activations again; k: every k-th; false: none",
+    tokens_per_pass: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
+        default="auto",
+        description="tokens that run at once at most; a step is cut into such passes, with the same result. auto: what "
+        "fits; null: a pass is a micro-batch",
         json_schema_extra=FREE,
     )
-    compile: bool = Field(
-        default=False, description="torch.compile of each block; sizes may vary freely", json_schema_extra=FREE
+    gradient_checkpointing: bool | Annotated[int, Field(ge=2)] | Literal["auto"] = Field(
+        default="auto",
+        description="true: every block computes its activations again; k: every k-th; false: none; auto: as many as "
+        "must",
+        json_schema_extra=FREE,
+    )
+    compile: bool | Literal["auto"] = Field(
+        default="auto",
+        description="torch.compile of each block; sizes may vary freely. auto: on a GPU",
+        json_schema_extra=FREE,
     )
     execution: Literal["packed", "padded"] = Field(
         default="packed", description="padded is the slow reference", json_schema_extra=FREE
@@ -157,6 +166,4 @@ class TrainSettings(Section):
             raise ValueError("lr_num_cycles is for lr_scheduler: cosine_with_restarts")
         if self.lr_power != 1.0 and self.lr_scheduler != "polynomial":
             raise ValueError("lr_power is for lr_scheduler: polynomial")
-        if not isinstance(self.gradient_checkpointing, bool) and self.gradient_checkpointing < 2:
-            raise ValueError("gradient_checkpointing is true, false, or a number k of at least 2: every k-th block")
         return self

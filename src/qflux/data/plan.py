@@ -210,6 +210,12 @@ class TrainingPlan:
         self.starts = [0]
         self._epochs: dict[int, EpochPlan] = {}
 
+    @property
+    def tokens(self) -> Sequence[int] | Ints:
+        """Of each sample."""
+        tokens: Sequence[int] | Ints = self._arguments["tokens"]
+        return tokens
+
     def epoch(self, number: int) -> EpochPlan:
         if number not in self._epochs:
             # Two are kept: reading ahead is already in the next epoch while training ends this one.

@@ -100,6 +100,8 @@ class Facts:
     """Text and controls do not see the target: they may stand once before several targets."""
     has_alpha: bool = False
     """Images have a fourth channel, their opacity."""
+    compiled_activations: float = 0.77
+    """What compiled blocks keep for the backward pass, of what blocks keep that are not compiled; measured."""
     sigmas: tuple[float, ...] = ()
     """Noise levels of that many steps, before the shift, where they are not spread evenly."""
     spellings: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from diffusers import BitsAndBytesConfig, TorchAoConfig
+from torch import nn
 
 from qflux.errors import ConfigError
 
@@ -27,6 +28,20 @@ def quantization_config(kind: str, dtype: torch.dtype) -> Any:
     """diffusers' config for a kind of quantization; arithmetic stays in `dtype`."""
     module, make = _KINDS[kind]
     return make(_need(module, kind), dtype)
+
+
+_BYTES = {"nf4": 0.5625, "int8": 1.0, "fp8": 1.0}
+"""Of a weight, with its share of a scale."""
+
+
+def weight_bytes(module: nn.Module, quantization: str | None) -> int:
+    """What the weights of a module take; quantized are those of linear layers."""
+    total = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    if quantization is None:
+        return total
+    linear = [layer.weight for layer in module.modules() if isinstance(layer, nn.Linear)]
+    saved = sum(weight.numel() * (weight.element_size() - _BYTES[quantization]) for weight in linear)
+    return int(total - saved)
 
 
 def _nf4(bitsandbytes: Any, dtype: torch.dtype) -> Any:

@@ -65,6 +65,25 @@ def ragged_attention(
     return contiguous_gradient(out)
 
 
+def described_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """On the meta device, where nothing is computed: what a fused kernel would keep, and what it would return."""
+    described: Tensor = _Described.apply(query, key, value)
+    return described
+
+
+class _Described(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = torch.empty_like(query)
+        sums = query.new_empty(query.shape[:2], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+
+
 def nothing(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention of no tokens at all, of which all three have their part in the graph, and so a gradient of zeros."""
     return query + key + value

@@ -22,7 +22,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from qflux.ragged.attention import masked_attention, ragged_attention
+from qflux.ragged.attention import described_attention, masked_attention, ragged_attention
 from qflux.ragged.interleave import Interleave
 from qflux.ragged.shapes import ImageShape, image_tokens
 from qflux.ragged.spans import Arrangement, SpanAttention, mask_of
@@ -142,6 +142,8 @@ class PackedLayout(RaggedLayout):
     # every batch size, and no fusion crosses an attention kernel anyway.
     @torch.compiler.disable
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if query.is_meta:
+            return described_attention(query, key, value)
         if self._spans is not None:
             return self._spans(query, key, value)
         return ragged_attention(query, key, value, self._offsets, self._offsets_host)

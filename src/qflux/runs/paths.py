@@ -24,6 +24,11 @@ class RunPaths:
         return self.root / "environment.json"
 
     @property
+    def fitting(self) -> Path:
+        """How the run was fitted to its card."""
+        return self.root / "fitting.json"
+
+    @property
     def noise_levels(self) -> Path:
         """How often which noise level is drawn."""
         return self.root / "noise_levels.json"

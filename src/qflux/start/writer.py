@@ -161,11 +161,16 @@ def _training(plan: Plan) -> list[str]:
         f"  max_train_steps: {preset.steps} # about {visits} visits of each sample",
         f"  lr_scheduler: {'cosine' if small else 'constant_with_warmup'}",
         f"  lr_warmup_steps: {warmup}",
-        f"  gradient_checkpointing: {str(preset.gradient_checkpointing).lower()} # true: less memory, more time",
-        f"  compile: {str(preset.compile).lower()} # true: minutes once, then faster steps on a GPU",
+        f"  gradient_checkpointing: {_auto(preset.gradient_checkpointing)} # true: less memory, more time",
+        f"  compile: {_auto(preset.compile)} # a minute once, then faster steps on a GPU",
         f"  checkpoint_every: {80 if small else 250}",
         "",
     ]
+
+
+def _auto(wanted: bool) -> str:
+    """What a run may decide for itself."""
+    return "auto" if wanted else "false"
 
 
 def _rest(plan: Plan) -> list[str]:

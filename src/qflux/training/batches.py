@@ -11,13 +11,14 @@ import random
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import tee
+from itertools import islice, tee
 
 import torch
 
 from qflux.cache.encode import OpenedSample, encode_sample, open_sample
 from qflux.config import Config
 from qflux.data.batch import Batch, Draw, NoisySample
+from qflux.data.cut import recut
 from qflux.data.encoded import COMPLETE, EncodedSample, Variant
 from qflux.data.noises import Noises
 from qflux.data.plan import Batching, MicroBatch, PlannedStep, TrainingPlan
@@ -31,6 +32,9 @@ from qflux.models.facts import Facts
 from qflux.models.family import Encoder
 from qflux.models.precision import dtype_of
 from qflux.training.distributed import World
+
+_LOOKED_AT = 2000
+"""Steps among which the largest pass is looked for."""
 
 
 class SampleReader:
@@ -99,6 +103,9 @@ class _Part:
     """Captions and controls stay, whatever dropout would draw: for a trial of the largest batch."""
 
 
+_Read = tuple[_Part, list[_Drawn]]
+
+
 @dataclass(frozen=True)
 class Step:
     """One optimizer step. Iterating over it gives the micro-batches of this rank, each of them once."""
@@ -133,6 +140,8 @@ class Batches:
         device: torch.device,
     ) -> None:
         """`channels` is the width of an image token: noise is drawn before latents are there."""
+        self.most_tokens: int | None = None
+        """Tokens of a pass at most; none: passes are the micro-batches of the plan. May change between steps."""
         self._config = config
         self._plan = plan
         self._samples = samples
@@ -140,25 +149,63 @@ class Batches:
         self._levels = levels
         self._channels = channels
         self._noises = Noises.of(config)
+        self._lengths = [self._noises.tokens(sample) for sample in samples]
         self._world = world
         self._device = device
         self._dtype = dtype_of(config.model.dtype)
 
+    def cut_to(self, most_tokens: int | None) -> Batches:
+        """With passes of at most so many tokens."""
+        self.most_tokens = most_tokens
+        return self
+
     def steps(self, start: int, stop: int) -> Generator[Step, None, None]:
         """Steps `start` to `stop`; the same whatever the number of workers."""
         # The plan is walked once: reading is some steps ahead of the loop, and `tee` keeps those in between.
-        due, ahead = tee(self._plan.steps(start, stop))
-        parts = (part for _, planned in ahead for part in self.parts(planned))
+        planned = ((number, step, self.most_tokens, self.cut(step)) for number, step in self._plan.steps(start, stop))
+        due, ahead = tee(planned)
+        parts = (part for *_, step in ahead for part in self.parts(step))
         with closing(read_ahead(self._read, parts, self._config.data.num_workers, self._describe)) as read:
-            for number, planned in due:
-                own = (self._collated(*next(read)) for _ in planned.ranks[self._world.rank])
-                yield Step(number, planned, tuple(self._samples[visit.sample] for visit in planned.visits), own)
+            for number, step, most, cut in due:
+                drawn = (next(read) for _ in cut.ranks[self._world.rank])
+                if most == self.most_tokens:
+                    yield self._step(number, cut, drawn)
+                else:  # it was read before passes had to become smaller
+                    now = self.cut(step)
+                    yield self._step(number, now, self._regrouped(list(drawn), now))
+
+    def again(self, step: Step) -> Step:
+        """The same step from its beginning, in passes that are no larger than they may be now."""
+        planned = self.cut(step.planned)
+        return self._step(step.number, planned, (self._read(part) for part in self.parts(planned)))
 
     def largest(self, start: int, stop: int) -> Batch:
-        """The micro-batch of the most tokens in steps `start` to `stop`, with nothing dropped from its samples."""
+        """The pass of the most tokens in steps `start` to `stop`, with nothing dropped from its samples."""
         tokens, visits = self._plan.largest(start, stop)
+        if self.most_tokens is not None:
+            steps = (self.cut(planned) for _, planned in islice(self._plan.steps(start, stop), _LOOKED_AT))
+            passes = (batch for planned in steps for rank in planned.ranks for batch in rank)
+            tokens, visits = max(((self._tokens_of(batch), batch) for batch in passes), key=lambda found: found[0])
         part = _Part(visits, StepSize(tokens, len(visits)), drops_nothing=True)
         return self._collated(*self._read(part))
+
+    def cut(self, planned: PlannedStep) -> PlannedStep:
+        """A step of the plan in passes that fit."""
+        return planned if self.most_tokens is None else recut(planned, self._lengths, self.most_tokens)
+
+    def _tokens_of(self, visits: MicroBatch) -> int:
+        return sum(self._lengths[visit.sample] for visit in visits)
+
+    def _step(self, number: int, planned: PlannedStep, drawn: Iterator[_Read]) -> Step:
+        samples = tuple(self._samples[visit.sample] for visit in planned.visits)
+        return Step(number, planned, samples, (self._collated(*read) for read in drawn))
+
+    def _regrouped(self, read: Sequence[_Read], planned: PlannedStep) -> Iterator[_Read]:
+        """What was read for passes of another cut of the same step."""
+        known = {visit: drawn for part, items in read for visit, drawn in zip(part.visits, items, strict=True)}
+        for part in self.parts(planned):
+            # What stands in for nothing has another weight than the same sample where it counts.
+            yield (part, [known[visit] for visit in part.visits]) if part.counts else self._read(part)
 
     def parts(self, planned: PlannedStep) -> list[_Part]:
         """What this rank does in a step.
@@ -171,7 +218,7 @@ class Batches:
         cheapest = min(planned.visits, key=lambda visit: self._samples[visit.sample].shapes.tokens)
         return [_Part(visits or (cheapest,), size, counts=bool(visits)) for visits in planned.ranks[self._world.rank]]
 
-    def _read(self, part: _Part) -> tuple[_Part, list[_Drawn]]:
+    def _read(self, part: _Part) -> _Read:
         """In a thread: everything but the encoder's work."""
         return part, [self._draw(self._samples[visit.sample], visit.number, part) for visit in part.visits]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from qflux.cache.samples import require_fitting
+from qflux.capacity.flops import StepFlops, peak_of
 from qflux.config import Config
 from qflux.data.dataset import Dataset
 from qflux.data.plan import TrainingPlan
@@ -24,7 +25,6 @@ from qflux.training.batches import Batches, SampleReader, training_plan
 from qflux.training.checkpoint import Checkpoints, TrainingState, read_past
 from qflux.training.distributed import World
 from qflux.training.edits import DrawnEdits, PreparedEdit, prepare_own_edits
-from qflux.training.flops import StepFlops, peak_of
 from qflux.training.loop import FitResult, Loop, RunParts
 from qflux.training.model import TrainedModel, load_to_train
 from qflux.training.optimizer.build import build_optimizer
@@ -32,6 +32,7 @@ from qflux.training.optimizer.ema import Ema
 from qflux.training.optimizer.loss_scale import LossScale
 from qflux.training.optimizer.schedule import build_schedule
 from qflux.training.optimizer.step import Update
+from qflux.training.preflight.fitting import fitted_to_run
 from qflux.training.preflight.probes import settings_probes, starts_from, trained_weights
 from qflux.training.resume_guard import (
     DATA,
@@ -83,8 +84,9 @@ def fit(
     with ExitStack() as held:
         world.first(lambda: held.enter_context(exclusive(config.run_dir)))
         held.enter_context(repeatable(config.train.deterministic))
+        choice = fitted_to_run(config, family, device, course.plan, world)
         transformer = load_to_train(config, pretrained, world)
-        model = TrainedModel(transformer, family, config, world, device, course.start)
+        model = TrainedModel(transformer, family, config, world, device, choice, course.start)
         require_fitting(dataset, family.widths(transformer), config)
         stop = held.enter_context(deferred_signals())  # until here stopping is at once: there is nothing to save
         channels = family.widths(transformer).image
@@ -95,7 +97,7 @@ def fit(
             dataset=dataset,
             batches=Batches(
                 config, course.plan, dataset.training, course.reader, course.levels, channels, world, device
-            ),
+            ).cut_to(choice.most_tokens),
             total=course.total,
             levels=course.levels,
             model=model,

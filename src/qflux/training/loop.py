@@ -15,15 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
-import torch
-
 from qflux.adapters.files import Record
 from qflux.adapters.publish import write_card
 from qflux.config import Config
 from qflux.data.dataset import Dataset
 from qflux.data.sample import names
 from qflux.errors import CheckpointError, Interrupted, QfluxError
-from qflux.files.hashing import seed_of
 from qflux.losses.distribution import level_curves, visited_sizes
 from qflux.losses.objective import Objective
 from qflux.losses.timesteps import NoiseLevels
@@ -39,7 +36,8 @@ from qflux.training.checkpoint import Checkpoints, TrainingState
 from qflux.training.distributed import World
 from qflux.training.edits import DrawnEdits
 from qflux.training.model import TrainedModel
-from qflux.training.preflight.rehearsal import Rehearsal, naming_memory
+from qflux.training.passes import Passes
+from qflux.training.preflight.rehearsal import Rehearsal
 from qflux.training.signals import StopRequest
 from qflux.training.step_metrics import Metrics, Reporter, StepMetrics
 from qflux.training.validation import HeldOutLoss
@@ -103,6 +101,9 @@ class Loop:
         self._paths = RunPaths(parts.config.run_dir)
         self._update = parts.state.update
         self._metrics = parts.metrics
+        self._passes = Passes(
+            parts.config, parts.world, parts.batches, parts.model, parts.objective, parts.state.update, parts.metrics
+        )
         self._journal: Journal | None = None
         self._padding: list[float] = []
         """The share of it in each step of the current epoch."""
@@ -142,15 +143,8 @@ class Loop:
         parts, update, metrics, found = self._parts, self._update, self._metrics, None
         metrics.clock.lap()  # the rehearsal and the first validation are no part of the first step
         with closing(parts.batches.steps(done, parts.total)) as steps:
-            for step in steps:
-                # Adapter dropout draws from torch's generator: the same whatever came before this step.
-                torch.manual_seed(seed_of("step", self._config.seed, step.number, self._world.rank))
-                metrics.begin()
-                for batch in metrics.clock.waits(step):
-                    with naming_memory(batch, self._config):
-                        loss, terms = parts.objective(parts.model.velocity(batch), batch)
-                        update.backward(loss)
-                    metrics.add(batch, terms)
+            for planned in steps:
+                step = self._passes.run(planned)
                 values = metrics.gather(step)
 
                 # Decided on the device; a kill in here finds parameters and optimizer apart, so nothing is saved.
@@ -315,7 +309,8 @@ class Loop:
         self._world.first(rehearsal.require_disk)
         # Where a resumed run will go on, or just before; the last step if all are done.
         start = min(parts.checkpoints.newest_step(), parts.total - 1)
-        rehearsal.step(parts.batches.largest(start, parts.total), parts.objective, parts.checkpoints)
+        while shortage := rehearsal.step(parts.batches.largest(start, parts.total), parts.objective, parts.checkpoints):
+            self._passes.make_room(shortage, "before the first step")
         if parts.edits:
             rehearsal.edit(parts.edits)
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from qflux.adapters.attach import start_from
 from qflux.adapters.export import save_verified
@@ -19,6 +17,8 @@ from qflux.adapters.file_names import FILE_NAME
 from qflux.adapters.files import Record, names_of, read_adapter, write_product
 from qflux.adapters.lora import ADAPTER, adapter_tensors, inject, trainable, trained_layers
 from qflux.adapters.merge import write_transformer
+from qflux.capacity.choice import Choice
+from qflux.capacity.recomputation import recompute
 from qflux.config import Config
 from qflux.data.batch import Batch
 from qflux.models import Family
@@ -50,14 +50,16 @@ class TrainedModel:
         config: Config,
         world: World,
         device: torch.device,
+        choice: Choice,
         start: Path | None = None,
     ) -> None:
-        """`start` is an adapter whose weights the one to train begins with."""
+        """`choice` says how blocks run, `start` is an adapter whose weights the one to train begins with."""
         self.transformer: Any = transformer
         self.family = family
         self._config = config
         self._world = world
         self._device = device
+        self._choice = choice
         self.is_full = config.train.method == "full"
         self._dtype = dtype_of(config.model.dtype)
         if self.is_full:
@@ -77,16 +79,27 @@ class TrainedModel:
     def _set_up_blocks(self) -> None:
         """Recomputation, then compilation, then sharding: each works on what the one before has made."""
         settings, blocks = self._config.train, self.family.blocks(self.transformer)
-        if settings.gradient_checkpointing:
-            every = int(settings.gradient_checkpointing)
-            chosen = {id(block) for block in blocks[::every]}
-            self.transformer.enable_gradient_checkpointing(partial(_recompute_some, chosen))
-        if settings.compile:
+        self._recomputed: set[int] = set()
+        again = self._choice.recomputed(len(blocks))
+        if again:
+            self._recompute([blocks[place] for place in again])
+        if self._choice.compiled:
             compile_blocks(blocks)
         if self._world.size > 1 and settings.distributed == "fsdp":
             self._world.shard(self.transformer, blocks, self._device)
             if self._device.type == "cuda":
                 self.transformer.to(self._device)  # buffers; parameters are there already
+
+    def _recompute(self, blocks: Sequence[nn.Module]) -> None:
+        self._recomputed.update(map(id, blocks))
+        recompute(self.transformer, self._recomputed)
+
+    def recompute_all(self) -> bool:
+        """Let every block compute its activations again; whether that is something new."""
+        blocks = self.family.blocks(self.transformer)
+        before = len(self._recomputed)
+        self._recompute(blocks)
+        return len(self._recomputed) > before
 
     def velocity(self, batch: Batch) -> Tensor:
         """The velocity `(M, C)` of the target tokens of a batch."""
@@ -144,10 +157,3 @@ class TrainedModel:
             if self._world.is_first:
                 kept[name] = together.to("cpu", dtype)
         return kept
-
-
-def _recompute_some(chosen: set[int], block: nn.Module, *args: Any) -> Any:
-    """Run a block; if it is one of the chosen, keep its inputs only and recompute its activations in the backward."""
-    if id(block) in chosen:
-        return checkpoint(block, *args, use_reentrant=False)
-    return block(*args)

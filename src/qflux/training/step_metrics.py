@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from qflux.capacity.flops import StepFlops
 from qflux.data.batch import Batch
 from qflux.data.sample import Sample
 from qflux.ragged.layout import padding_ratio
@@ -24,7 +25,6 @@ from qflux.ragged.shapes import Shapes
 from qflux.runs.metrics import StepReport, by_level
 from qflux.training.batches import Step
 from qflux.training.distributed import World
-from qflux.training.flops import StepFlops
 from qflux.training.optimizer.step import Outcome
 
 T = TypeVar("T")

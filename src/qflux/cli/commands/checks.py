@@ -34,9 +34,12 @@ def check(
     file: ConfigFile = None,
     config: ConfigOption = None,
     set_: Overrides = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Plan for a GPU with so much memory, such as 24GB; none has to be here.")
+    ] = None,
     json_: AsJson = False,
 ) -> None:
-    """Check everything about a run that needs no weights: settings, data, plan, layers, disk, cache.
+    """Check everything about a run that needs no weights: settings, data, plan, memory, layers, disk, cache.
 
     Exit code 0: nothing is wrong, 2: something is.
 
@@ -45,8 +48,9 @@ def check(
     from qflux.config import load_config  # noqa: PLC0415
 
     config = one_config(file, config)
+    set_ = [*(set_ or []), *([f"memory={memory}"] if memory else [])]
     try:
-        load_config(config, set_ or [])  # before anything heavy is imported
+        load_config(config, set_)  # before anything heavy is imported
     except QfluxError as error:
         if json_:
             wrong_config = {"what": "configuration", "state": "error", "detail": error.problem, "remedy": error.remedy}
@@ -62,7 +66,7 @@ def check(
             if not error.problem.startswith("model.device"):
                 raise
             found.append(Check("device", "error", error.problem, error.remedy))
-            trainer = trainer_of(config, [*(set_ or []), "model.device=cpu"])  # everything else can be looked at
+            trainer = trainer_of(config, [*set_, "model.device=cpu"])  # everything else can be looked at
         with progress_bar() as bar:
             found += trainer.check(stages(bar))
     except QfluxError as error:

@@ -14,6 +14,7 @@ _BASE_9B = Facts(
     transformer="Flux2Transformer2DModel",
     trainer="Flux2LoraTrainer",
     gigabytes=18.2,
+    compiled_activations=0.78,
     width=4096,
     controls=(0, None),
     text_channels=12288,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from qflux.cache.cache import EmbeddingCacheManager
@@ -11,11 +12,12 @@ from qflux.cache.samples import read_samples, require_complete
 from qflux.config import Config
 from qflux.data.lint.inspect import Inspected
 from qflux.data.noises import Noises
-from qflux.errors import CacheError, DataError, QfluxError
+from qflux.errors import CacheError, CheckpointError, DataError, QfluxError
 from qflux.models.loading import FETCH
 from qflux.models.pretrained import Pretrained
 from qflux.models.registry import described, local_folder
 from qflux.runs.paths import RunPaths
+from qflux.training.preflight.fitting import LOOKED_AT, fitted
 from qflux.training.preflight.probes import (
     Probe,
     checkpoint_bytes,
@@ -53,6 +55,7 @@ def check(
         yield Check(
             "plan", "ok", f"{total:,} steps, {steps:,} in an epoch; the largest micro-batch: {largest:,} tokens"
         )
+        yield from _memory(config, pretrained, inspected, noises)
     goes_on = any(RunPaths(config.run_dir).checkpoints.glob("step-*"))
     for what, probe in settings_probes(config, pretrained.family, total, goes_on):
         yield _tried(what, probe)
@@ -61,6 +64,23 @@ def check(
     if not any(item.state == "error" for item in found):
         yield from _trained(config, pretrained)
         yield _cache(config, pretrained, store)
+
+
+def _memory(config: Config, pretrained: Pretrained, inspected: Inspected, noises: Noises) -> Iterator[Check]:
+    """How the run would fit into the card that is there, or that `memory` speaks of."""
+    batches = [[noises.tokens(sample) for sample in batch] for batch in inspected.batches]
+    together = config.train.gradient_accumulation_steps
+    starts = range(0, len(batches), together)[:LOOKED_AT]
+    steps = [list(chain(*batches[start : start + together])) for start in starts]
+    try:
+        choice, predicted = fitted(config, pretrained.family, pretrained.device, steps)
+    except CheckpointError as error:
+        yield _not_known("memory", error, "`fit` will look again.")
+    except QfluxError as error:
+        yield Check("memory", "error", error.problem, error.remedy)
+    else:
+        if predicted is not None:
+            yield Check("memory", "ok", predicted.described(choice))
 
 
 def _data(inspected: Inspected, config: Config) -> Iterator[Check]:

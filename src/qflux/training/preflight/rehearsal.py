@@ -18,6 +18,7 @@ from copy import deepcopy
 
 import torch
 
+from qflux.capacity.shortage import Shortage
 from qflux.config import Config
 from qflux.data.batch import Batch
 from qflux.errors import CheckpointError, ConfigError, QfluxError
@@ -49,20 +50,33 @@ class Rehearsal:
         there = sum(file.stat().st_size for file in paths.checkpoints.rglob("*") if file.is_file())
         require_room(paths.root, checkpoint_bytes(self._config, weights), there)
 
-    def step(self, batch: Batch, objective: Objective, checkpoints: Checkpoints) -> None:
-        """A step on the batch that needs most memory, a checkpoint of it, and a step after that."""
+    def step(self, batch: Batch, objective: Objective, checkpoints: Checkpoints) -> Shortage | None:
+        """A step on the batch that needs most memory, a checkpoint of it, and a step after that.
+
+        If there is not enough memory for it on some rank, that is said on all of them, and nothing has happened.
+        """
         update = self._state.update
         with _forgotten(update.optimizer):
-            with naming_memory(batch, self._config):
-                loss, _ = objective(self._model.velocity(batch), batch)
-                update.backward(loss)
-                _still_step(update, self._config)
-                if update.ema is not None:
-                    update.ema.follow(0, torch.ones((), device=batch.targets.device))
-                if batch.targets.is_cuda:
-                    torch.cuda.synchronize(batch.targets.device)
+            shortage = self._try_step(batch, objective)
+            if self._world.any(shortage is not None):
+                return shortage or Shortage.of(batch)
             self._try_checkpoint(checkpoints)
             _still_step(update, self._config)
+        return None
+
+    def _try_step(self, batch: Batch, objective: Objective) -> Shortage | None:
+        update = self._state.update
+        try:
+            loss, _ = objective(self._model.velocity(batch), batch)
+            update.backward(loss)
+            _still_step(update, self._config)
+            if update.ema is not None:
+                update.ema.follow(0, torch.ones((), device=batch.targets.device))
+            if batch.targets.is_cuda:
+                torch.cuda.synchronize(batch.targets.device)
+        except torch.OutOfMemoryError as error:
+            return Shortage.of(batch, error)
+        return None
 
     def edit(self, edits: DrawnEdits) -> None:
         """One held-out edit in two steps, with its decoding."""
@@ -124,38 +138,6 @@ def _still_step(update: Update, config: Config) -> None:
             "optimizer.init_args: a step with gradients of zero makes parameters that are NaN",
             "an eps above 0 helps, or train.preflight: false.",
         )
-
-
-@contextmanager
-def naming_memory(batch: Batch, config: Config) -> Iterator[None]:
-    """Running out of memory names the samples and what to change."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        pairs = zip(batch.samples, batch.lengths, strict=True)
-        names = ", ".join(f"{sample.name} ({tokens} tokens)" for sample, tokens in pairs)
-        total, longest = sum(batch.lengths), max(batch.lengths)
-        raise QfluxError(
-            f"there is not enough memory for a micro-batch of {total} tokens: {names}. {_first_line(error)}",
-            _remedy(config, total, longest),
-        ) from error
-
-
-def _remedy(config: Config, total: int, longest: int) -> str:
-    ways = []
-    if config.train.noises_per_sample > 1:
-        ways.append(f"lower train.noises_per_sample, which is {config.train.noises_per_sample}")
-    if config.train.gradient_checkpointing is not True:
-        ways.append("set train.gradient_checkpointing: true")
-    if total > longest:
-        ways.append(f"set data.max_tokens: {max(longest, total * 3 // 4)} instead of data.batch_size")
-    else:
-        ways.append("choose smaller areas in data.processor")
-    if config.model.quantization is None and config.train.method == "lora":
-        ways.append("quantize the base (model.quantization: fp8, int8 or nf4)")
-    if config.train.method == "full":
-        ways.append("shard the model over several GPUs (train.distributed: fsdp)")
-    return ", or ".join(ways) + "."
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,259 @@
+"""What a training step of a model takes of memory: weights, what trains, and activations by block kind.
+
+Measured on the model's own code without any weight: two blocks of each kind run forward and backward on the `meta`
+device, once keeping their activations and once recomputing them, on few tokens and on more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from qflux.adapters.lora import inject
+from qflux.capacity.counting import MemoryCount, take_fused_norms
+from qflux.capacity.recomputation import recompute
+from qflux.config import Config
+from qflux.data.encoded import TextEmbedding
+from qflux.models.family import Family, ModelInputs
+from qflux.models.precision import dtype_of, weight_bytes
+from qflux.ragged.shapes import Shapes
+
+_KEPT = 2
+"""Blocks of each kind that are run: what the second one keeps is what each of the others does."""
+_OPTIMIZER_BYTES = {"SGD": 0, "Lion": 4, "AdamW8bit": 2, "Adam8bit": 2, "Adafactor": 1, "Prodigy": 16}
+"""That an optimizer keeps for each trained weight, where it is not two moments in float32."""
+
+
+class Line(NamedTuple):
+    """Bytes: some whatever happens, and some for each token of a pass."""
+
+    fixed: float = 0.0
+    per_token: float = 0.0
+
+    def __call__(self, tokens: int) -> float:
+        return self.fixed + self.per_token * tokens
+
+    def plus(self, other: Line, times: float = 1.0) -> Line:
+        return Line(self.fixed + times * other.fixed, self.per_token + times * other.per_token)
+
+    @classmethod
+    def through(cls, first: tuple[int, float], second: tuple[int, float]) -> Line:
+        (tokens, bytes_), (more, most) = first, second
+        slope = (most - bytes_) / (more - tokens)
+        return cls(bytes_ - slope * tokens, slope)
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """Blocks that are alike; bytes are those of one of them."""
+
+    count: int
+    weights: int
+    stored: Line
+    """If its activations are kept."""
+    recomputed: Line
+    """If only its inputs are."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory of a training step, as far as it does not depend on a card."""
+
+    kinds: tuple[BlockKind, ...]
+    """In the order in which they run."""
+    other_weights: int
+    """Bytes of weights outside of blocks, and of the largest that is unpacked from fewer bits for a moment."""
+    trained: int
+    """Bytes of what trains beside the weights themselves: adapters, gradients, what the optimizer keeps."""
+    around_stored: Line
+    """Beside what blocks keep, at the peak, if the last block keeps its activations."""
+    around_recomputed: Line
+    """The same, if it computes them again."""
+    compiled: float
+    """How much of what blocks keep is left if they are compiled."""
+
+    @property
+    def blocks(self) -> int:
+        return sum(kind.count for kind in self.kinds)
+
+    @property
+    def weights(self) -> int:
+        return self.other_weights + sum(kind.count * kind.weights for kind in self.kinds)
+
+    def activations(self, recomputed: int, compiled: bool) -> Line:
+        """Of a pass, if the first so many blocks are recomputed.
+
+        The first: when it is their turn in the backward pass, the activations of all others are gone.
+        """
+        of_first, of_others, left = Line(), Line(), recomputed
+        for kind in self.kinds:
+            again = min(left, kind.count)
+            left -= again
+            of_first = of_first.plus(kind.recomputed, again)
+            of_others = of_others.plus(kind.stored, kind.count - again)
+        shrink = self.compiled if compiled else 1.0
+        at_end = of_first.plus(of_others, shrink).plus(self.around_stored, shrink)
+        # At its peak a block that is computed again has all it would have kept, if it is compiled no more than that.
+        again_at_end = of_first.plus(self.around_recomputed)
+        if not recomputed:
+            return at_end
+        return max(at_end, again_at_end, key=lambda line: line(10_000)) if recomputed < self.blocks else again_at_end
+
+    def sharded(self, processes: int) -> Footprint:
+        """Of one of several processes that share the weights: two blocks are gathered while one of them runs."""
+        gathered = 2 * max(kind.weights for kind in self.kinds)
+        return replace(
+            self,
+            kinds=tuple(replace(kind, weights=kind.weights // processes) for kind in self.kinds),
+            other_weights=self.other_weights + gathered,
+            trained=self.trained // processes,
+        )
+
+    def peak(self, tokens: int, recomputed: int, compiled: bool = False) -> int:
+        """Bytes at the peak of a step whose largest pass has so many tokens."""
+        return int(self.weights + self.trained + self.activations(recomputed, compiled)(tokens))
+
+    @classmethod
+    def of(cls, config: Config, family: Family, transformer: Any, text: int = 512) -> Footprint:
+        """From a transformer on the `meta` device, which is taken apart; a typical sample has `text` tokens of text."""
+        is_full, quantized, dtype = config.train.method == "full", config.model.quantization, config.model.dtype
+        transformer.to(torch.float32 if is_full else dtype_of(dtype)).requires_grad_(is_full).train()
+        kinds = _kinds(transformer, family.blocks(transformer))
+        whole, own = weight_bytes(transformer, quantized), [weight_bytes(each[0], quantized) for each in kinds]
+        transformer.to(dtype_of(dtype))
+        counts = [len(each) for each in kinds]
+        _shorten(transformer, kinds)
+        take_fused_norms(transformer)
+        if not is_full:
+            with torch.device("meta"):
+                inject(transformer, config.lora, config.lora_targets, config.seed)
+        trials = _Trials(config, family, transformer, kinds, text)
+        (stored, around_stored), (recomputed, around_recomputed) = trials.lines(False), trials.lines(True)
+        if is_full and dtype != "float32":  # autocast keeps a copy of every weight until its gradient is there
+            stored = [line.plus(Line(weights / 2)) for line, weights in zip(stored, own, strict=True)]
+            around_recomputed = around_recomputed.plus(Line(max(own) / 2))
+        return cls(
+            kinds=tuple(BlockKind(*each) for each in zip(counts, own, stored, recomputed, strict=True)),
+            other_weights=whole - sum(count * weights for count, weights in zip(counts, own, strict=True)),
+            trained=_trained(transformer, kinds, counts, config),
+            around_stored=around_stored,
+            around_recomputed=around_recomputed,
+            compiled=family.facts.compiled_activations,
+        )
+
+
+def _kinds(transformer: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Blocks of one list that are alike: of another list they may see other tokens."""
+    lists = [module for module in transformer.modules() if isinstance(module, nn.ModuleList)]
+    home = {id(block): number for number, members in enumerate(lists) for block in members}
+    kinds: dict[Any, list[nn.Module]] = {}
+    for block in blocks:
+        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
+        kinds.setdefault((home[id(block)], type(block), shapes), []).append(block)
+    return list(kinds.values())
+
+
+def _shorten(transformer: nn.Module, kinds: Sequence[list[nn.Module]]) -> None:
+    """Take blocks out of a transformer until it has a few of each kind."""
+    surplus = {id(block) for kind in kinds for block in kind[_KEPT:]}
+    for module in list(transformer.modules()):
+        if isinstance(module, nn.ModuleList):
+            for place in reversed(range(len(module))):
+                if id(module[place]) in surplus:
+                    del module[place]
+
+
+def _trained(transformer: nn.Module, kinds: Sequence[list[nn.Module]], counts: Sequence[int], config: Config) -> int:
+    """Bytes that every weight that trains takes: itself, if it is an adapter's; gradient, optimizer, average."""
+    in_blocks = [sum(p.numel() for p in kind[0].parameters() if p.requires_grad) for kind in kinds]
+    everywhere = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
+    kept = sum(min(_KEPT, count) * own for count, own in zip(counts, in_blocks, strict=True))
+    weights = everywhere - kept + sum(count * own for count, own in zip(counts, in_blocks, strict=True))
+    optimizer = _OPTIMIZER_BYTES.get(config.optimizer.class_path.rpartition(".")[2], 8)
+    itself = 0 if config.train.method == "full" else 4
+    return weights * (itself + 4 + optimizer + (4 if config.train.ema else 0))
+
+
+class _Trials:
+    """Runs a shortened transformer on no memory."""
+
+    def __init__(
+        self, config: Config, family: Family, transformer: Any, kinds: Sequence[list[nn.Module]], text: int
+    ) -> None:
+        self._config = config
+        self._family = family
+        self._transformer = transformer
+        self._kinds = [kind[:_KEPT] for kind in kinds]
+        self._text = text
+
+    def lines(self, again: bool) -> tuple[list[Line], Line]:
+        """What a block of each kind keeps, and what there is beside, with or without recomputation."""
+        chosen = {id(block) for block in self._family.blocks(self._transformer)} if again else set[int]()
+        recompute(self._transformer, chosen)
+        (few, of_few, beside_few), (more, of_more, beside_more) = (self._trial(rows) for rows in (16, 32))
+        of_kinds = [Line.through((few, a), (more, b)) for a, b in zip(of_few, of_more, strict=True)]
+        return of_kinds, Line.through((few, beside_few), (more, beside_more))
+
+    def _trial(self, rows: int) -> tuple[int, list[float], float]:
+        """Tokens of a pass; what a block of each kind kept of it; and at the peak, what all blocks did not."""
+        inputs, transformer = self._inputs(rows), self._transformer
+        trained = [p for p in transformer.parameters() if p.requires_grad]
+        for parameter in trained:
+            parameter.grad = torch.empty_like(parameter)
+        known = [*transformer.parameters(), *(p.grad for p in trained), *transformer.buffers()]
+        kept: dict[int, int] = {}
+        with MemoryCount(known) as count, _watching(self._kinds, count, kept):
+            predicted = self._family.velocity(transformer, inputs)
+            (predicted - inputs.images).float().square().sum().backward()
+        of_kinds = [float(kept[id(kind[-1])]) for kind in self._kinds]
+        tokens = sum(inputs.text_lengths) + len(inputs.images)
+        return tokens, of_kinds, count.peak - sum(kept.values())
+
+    def _inputs(self, rows: int) -> ModelInputs:
+        """Two edits that are not alike, which an ordinary batch would be."""
+        family, transformer = self._family, self._transformer
+        widths, options = family.widths(transformer), {"device": "meta", "dtype": dtype_of(self._config.model.dtype)}
+        shapes = [_edit(rows, columns, family.facts.controls[1] != 0) for columns in (32, 34)]
+        width = widths.projected_text if self._config.projects_text and widths.projected_text else widths.text
+        text = [
+            TextEmbedding(
+                torch.empty(self._text, width, **options),  # type: ignore[call-overload]
+                torch.empty(widths.pooled, **options) if widths.pooled else None,  # type: ignore[call-overload]
+                places=(self._text // 2,) * len(sample.controls) if widths.has_places else (),
+            )
+            for sample in shapes
+        ]
+        images = torch.empty(sum(sample.tokens for sample in shapes), widths.image, **options)  # type: ignore[call-overload]
+        return ModelInputs(images, shapes, text, torch.empty(2, device="meta"), self._config.train.guidance)
+
+
+def _edit(rows: int, columns: int, has_control: bool) -> Shapes:
+    grid = (1, rows, columns)
+    return Shapes((grid,), (grid,) if has_control else ())
+
+
+@contextmanager
+def _watching(kinds: Sequence[Sequence[nn.Module]], count: MemoryCount, kept: dict[int, int]) -> Iterator[None]:
+    """Note what each block leaves behind when it first runs forward."""
+    before: dict[int, int] = {}
+
+    def enter(block: nn.Module, _: Any) -> None:
+        before.setdefault(id(block), count.now)
+
+    def leave(block: nn.Module, *_: Any) -> None:
+        kept.setdefault(id(block), count.now - before[id(block)])
+
+    hooks = []
+    for kind in kinds:
+        for block in kind:
+            hooks += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

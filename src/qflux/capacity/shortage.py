@@ -1,0 +1,51 @@
+"""A pass that there was not enough memory for: its samples, and what a user could change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qflux.config import Config
+from qflux.data.batch import Batch
+from qflux.errors import QfluxError
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """What is known of a pass that did not fit; it holds nothing of it."""
+
+    samples: tuple[str, ...]
+    """Their names."""
+    lengths: tuple[int, ...]
+    """Tokens of each."""
+    reason: str
+
+    @classmethod
+    def of(cls, batch: Batch, error: Exception | None = None) -> Shortage:
+        """Without an error, it was another process that ran out of memory."""
+        lines = str(error).splitlines() if error is not None else ["Another process ran out of memory."]
+        reason = lines[0] if lines else type(error).__name__
+        return cls(tuple(sample.name for sample in batch.samples), tuple(batch.lengths), reason)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def problem(self) -> str:
+        named = ", ".join(f"{n} ({tokens} tokens)" for n, tokens in zip(self.samples, self.lengths, strict=True))
+        return f"there is not enough memory for a pass of {self.tokens} tokens: {named}. {self.reason}"
+
+    def error(self, config: Config) -> QfluxError:
+        """What to say if nothing can be done about it."""
+        ways = []
+        if config.train.noises_per_sample > 1:
+            ways.append(f"lower train.noises_per_sample, which is {config.train.noises_per_sample}")
+        if len(self.lengths) > 1:
+            ways.append(f"set data.max_tokens: {max(*self.lengths, self.tokens * 3 // 4)}")
+        else:
+            ways.append("choose smaller areas in data.processor")
+        if config.model.quantization is None and config.train.method == "lora":
+            ways.append("quantize the base (model.quantization: fp8, int8 or nf4)")
+        if config.train.method == "full":
+            ways.append("shard the model over several GPUs (train.distributed: fsdp)")
+        return QfluxError(self.problem, ", or ".join(ways) + ".")

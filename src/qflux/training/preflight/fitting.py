@@ -1,0 +1,76 @@
+"""How a run fits into its card: chosen before anything is loaded, told, and kept with the run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from qflux.capacity.card import Card, limit_memory
+from qflux.capacity.choice import Choice, Prediction, choose, compiles, without_a_card
+from qflux.capacity.footprint import Footprint
+from qflux.config import Config
+from qflux.data.plan import TrainingPlan
+from qflux.files.atomic import write_json
+from qflux.models.family import Family
+from qflux.models.loading import empty_transformer
+from qflux.runs.paths import RunPaths
+from qflux.training.distributed import World
+
+logger = logging.getLogger(__name__)
+
+LOOKED_AT = 64
+"""Steps that a choice is made for: they are drawn at random, so the others are like them."""
+
+
+def fitted(
+    config: Config, family: Family, device: torch.device, steps: Sequence[Sequence[int]], processes: int = 1
+) -> tuple[Choice, Prediction | None]:
+    """How a run goes about its steps, and what that takes; `steps` are the tokens of samples of one process."""
+    card = Card.of(device, config.memory)
+    if card is None or not steps:
+        return without_a_card(config), None
+    with torch.device("meta"):
+        transformer = empty_transformer(family.transformer, config.model)
+    arithmetic = family.arithmetic(transformer)
+    footprint = Footprint.of(config, family, transformer)
+    if config.train.distributed == "fsdp":
+        footprint = footprint.sharded(processes)
+    return choose(config, footprint, arithmetic, card, steps, compiles(config, device))
+
+
+def fitted_to_run(config: Config, family: Family, device: torch.device, plan: TrainingPlan, world: World) -> Choice:
+    """The same for a run that begins or goes on: what it has begun with is what it goes on with."""
+    limit_memory(device, config.memory)
+    path = RunPaths(config.run_dir).fitting
+    asked = {
+        "memory": config.memory,
+        **{name: getattr(config.train, name) for name in ("tokens_per_pass", "gradient_checkpointing", "compile")},
+    }
+
+    def decide() -> dict[str, object]:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found["asked"] == asked and found["device"] == _name(device):
+                return dict(found["choice"])
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        tokens = plan.tokens
+        steps = [
+            [tokens[visit.sample] for batch in step.ranks[0] for visit in batch]
+            for _, step in plan.steps(0, min(LOOKED_AT, plan.first_step(1)))
+        ]
+        choice, predicted = fitted(config, family, device, steps, world.size)
+        if predicted is not None:
+            logger.info("%s", predicted.described(choice))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"asked": asked, "device": _name(device), "choice": choice.dump()})
+        return choice.dump()
+
+    return Choice(**world.share(world.first(decide)))  # type: ignore[arg-type]
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,206 @@
+"""The memory of a step is what was predicted for it; what is chosen fits, and what can't fit is told beforehand."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from family_samples import KINDS, REFERENCES, Models
+from qflux.adapters.lora import inject
+from qflux.capacity.card import Card
+from qflux.capacity.choice import choose
+from qflux.capacity.counting import MemoryCount, take_fused_norms
+from qflux.capacity.footprint import Footprint
+from qflux.capacity.recomputation import recompute
+from qflux.cli.app import app
+from qflux.commands import Trainer
+from qflux.config import load_config
+from qflux.data.encoded import TextEmbedding
+from qflux.errors import ConfigError
+from qflux.models import get_family
+from qflux.models.family import Arithmetic, ModelInputs
+from qflux.models.loading import save_checkpoint
+from qflux.ragged.shapes import Shapes
+
+ARITHMETIC = Arithmetic(per_token=1e9, per_pair=1e3)
+
+
+def config_of(name: str, folder, *overrides: str):
+    reference = REFERENCES[name]
+    save_checkpoint(reference.components(0), folder, reference.pipeline_name)
+    settings = {"family": reference.family, "model": {"pretrained": str(folder)}, "data": {"path": str(folder)}}
+    return load_config(settings, ["cache.project_text=false", *overrides])
+
+
+def on_meta(name: str):
+    with torch.device("meta"):
+        return get_family(REFERENCES[name].family).transformer.from_config(
+            REFERENCES[name].components(0).transformer.config
+        )
+
+
+def counted(config, family, transformer, sizes, text: int, again: int) -> tuple[int, int]:
+    """A whole step counted, tensor by tensor: its tokens, and its peak without weights and gradients."""
+    transformer.to(torch.bfloat16).requires_grad_(False).train()
+    with torch.device("meta"):
+        inject(transformer, config.lora, config.lora_targets, 0)
+    take_fused_norms(transformer)
+    recompute(transformer, {id(block) for block in family.blocks(transformer)[:again]})
+    widths = family.widths(transformer)
+    shapes = [Shapes((size,), (size,) if family.facts.controls[1] != 0 else ()) for size in sizes]
+    options = {"device": "meta", "dtype": torch.bfloat16}
+    texts = [
+        TextEmbedding(
+            torch.empty(text, widths.text, **options),
+            torch.empty(widths.pooled, **options) if widths.pooled else None,
+            places=(3,) * len(sample.controls) if widths.has_places else (),
+        )
+        for sample in shapes
+    ]
+    images = torch.empty(sum(sample.tokens for sample in shapes), widths.image, **options)
+    trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter)
+    known = [*transformer.parameters(), *transformer.buffers(), *(parameter.grad for parameter in trained)]
+    inputs = ModelInputs(images, shapes, texts, torch.empty(len(sizes), device="meta"), 3.5)
+    with MemoryCount(known) as count:
+        (family.velocity(transformer, inputs) - images).float().square().sum().backward()
+    return text * len(sizes) + len(images), count.peak
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_two_blocks_of_each_kind_take_tells_what_a_whole_model_takes(name, tmp_path):
+    config, family = config_of(name, tmp_path), get_family(REFERENCES[name].family)
+    footprint = Footprint.of(config, family, on_meta(name), text=64)
+    sizes = [(1, 20, 22), (1, 32, 16), (1, 10, 40), (1, 24, 24)]
+    for again in (0, footprint.blocks // 2, footprint.blocks):
+        tokens, peak = counted(config, family, on_meta(name), sizes, 64, again)
+        predicted = footprint.activations(again, compiled=False)(tokens)
+        assert predicted == pytest.approx(peak, rel=0.08), f"{again} blocks recomputed"
+
+
+def test_the_count_is_what_torch_really_holds():
+    """On real memory: everything that lives is counted, and what is gone is not."""
+    with MemoryCount() as count:
+        first = torch.zeros(1000)
+        second = first.view(10, 100)  # the same memory
+        assert count.now == 4000
+        third = second * 2
+        assert count.now == 8000
+        del first, second
+        assert count.now == 4000
+        del third
+        assert (count.now, count.peak) == (0, 8000)
+
+
+def test_gradient_memory_of_a_real_step_is_counted_as_it_is_on_no_memory():
+    """The same code on the CPU and on the meta device, but for attention, which keeps more on a CPU."""
+    models = Models("flux-kontext")
+    block = models.ours.transformer_blocks[0].ff
+
+    def peak(device: str) -> int:
+        layer = block.to(device) if device == "cpu" else torch.nn.Module.to(block, device="meta")
+        rows = torch.empty(64, models.ours.config.num_attention_heads * models.ours.config.attention_head_dim)
+        rows = rows.to(device).requires_grad_()
+        with MemoryCount(layer.parameters()) as count:
+            layer(rows).sum().backward()
+        return count.peak
+
+    assert peak("cpu") == peak("meta")
+
+
+def footprint_of(tmp_path, *overrides: str):
+    config = config_of("flux-kontext", tmp_path, *overrides)
+    return config, Footprint.of(config, get_family("flux-kontext"), on_meta("flux-kontext"), text=64)
+
+
+def card(memory: float) -> Card:
+    return Card("a card", int(memory), 1e14)
+
+
+def test_what_is_chosen_fits_and_recomputes_no_more_than_it_must(tmp_path):
+    config, footprint = footprint_of(tmp_path)
+    steps = [[900, 400, 650], [300, 900, 1200]]
+    before = footprint.blocks + 1
+    for memory in (1.02, 1.3, 2.0, 6.0, 40.0):
+        least = footprint.peak(1200, footprint.blocks) / 0.96
+        choice, predicted = choose(config, footprint, ARITHMETIC, card(least * memory), steps, compiled=False)
+        assert predicted.peak <= least * memory
+        assert choice.most_tokens >= 1200
+        again = len(choice.recomputed(footprint.blocks))
+        assert again <= before, "more memory, and more recomputation"
+        before = again
+    assert before == 0
+    assert predicted.passes == 1
+
+
+def test_settings_made_by_hand_are_taken_as_they_are(tmp_path):
+    config, footprint = footprint_of(tmp_path, "train.gradient_checkpointing=2", "train.tokens_per_pass=1300")
+    choice, _ = choose(config, footprint, ARITHMETIC, card(1e9), [[900, 1200]], compiled=True)
+    assert (choice.most_tokens, choice.compiled) == (1300, True)
+    assert list(choice.recomputed(5)) == [0, 2, 4]
+    config, _ = footprint_of(tmp_path, "train.gradient_checkpointing=false", "train.tokens_per_pass=null")
+    choice, _ = choose(config, footprint, ARITHMETIC, card(1e9), [[900, 1200]], compiled=False)
+    assert choice.most_tokens is None
+    assert not choice.recomputed(5)
+
+
+def test_a_card_on_which_nothing_fits_is_told_the_least_that_works(tmp_path):
+    config, footprint = footprint_of(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"longest sample has 1,200 tokens.*least memory that works is ([\d.]+) GB"
+    ) as caught:
+        choose(config, footprint, ARITHMETIC, card(footprint.weights), [[900, 1200]], compiled=False)
+    least = float(str(caught.value).rpartition("works is ")[2].partition(" GB")[0]) * 1e9
+    choice, _ = choose(config, footprint, ARITHMETIC, card(least), [[900, 1200]], compiled=False)
+    assert choice.most_tokens >= 1200
+
+
+def test_quantized_and_sharded_weights_take_less(tmp_path):
+    config, plain = footprint_of(tmp_path)
+    _, eight = footprint_of(tmp_path, "model.quantization=int8")
+    _, four = footprint_of(tmp_path, "model.quantization=nf4")
+    assert four.weights < eight.weights < plain.weights
+    assert plain.sharded(4).trained == plain.trained // 4
+    assert [kind.weights for kind in plain.sharded(4).kinds] == [kind.weights // 4 for kind in plain.kinds]
+
+
+def test_training_everything_takes_gradients_and_moments_of_every_weight(tmp_path):
+    _, footprint = footprint_of(tmp_path, "train.method=full")
+    weights = sum(parameter.numel() for parameter in on_meta("flux-kontext").parameters())
+    assert footprint.weights == 4 * weights
+    assert footprint.trained == 12 * weights
+
+
+def test_check_shows_the_plan_for_a_card_that_is_not_here(config, tmp_path):
+    settings = config("train.gradient_accumulation_steps=2")
+    file = tmp_path / "config.yaml"
+    file.write_text(json.dumps(settings.dump()))
+    result = CliRunner().invoke(app, ["check", str(file), "--memory", "24GB", "--json"])
+    found = {item["what"]: item for item in json.loads(result.stdout)["checks"]}
+    assert found["memory"]["state"] == "ok"
+    assert "of 22.4 GiB" in found["memory"]["detail"]
+    assert "a card like RTX 4090" in found["memory"]["detail"]
+    result = CliRunner().invoke(app, ["check", str(file), "--memory", "lots"])
+    assert result.exit_code == 2
+    assert "16GB" in result.output
+
+
+def test_a_run_says_before_it_loads_anything_that_nothing_fits(config, monkeypatch):
+    monkeypatch.setattr("qflux.models.pretrained.load_transformer", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr(Card, "of", partial(lambda *_: Card("a card", 2**20, 1e14)))
+    with pytest.raises(ConfigError, match="the least memory that works"):
+        Trainer(config()).fit()
+
+
+def test_a_lora_of_more_layers_keeps_more(tmp_path):
+    few, more = (
+        footprint_of(tmp_path, f"lora.target_modules={targets}")[1]
+        for targets in ("[to_q]", "[to_q, to_k, to_v, to_out.0, proj_mlp, proj_out]")
+    )
+    assert more.trained > few.trained
+    assert more.activations(0, compiled=False)(1000) > few.activations(0, compiled=False)(1000)
