@@ -151,9 +151,8 @@ def test_settings_made_by_hand_are_taken_as_they_are(tmp_path):
 
 def test_a_card_on_which_nothing_fits_is_told_the_least_that_works(tmp_path):
     config, footprint = footprint_of(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"longest sample has 1,200 tokens.*least memory that works is ([\d.]+) GB"
-    ) as caught:
+    message = r"(?s)longest sample has 1,200 tokens.*least memory that works is [\d.]+ GB"
+    with pytest.raises(ConfigError, match=message) as caught:
         choose(config, footprint, ARITHMETIC, card(footprint.weights), [[900, 1200]], compiled=False)
     least = float(str(caught.value).rpartition("works is ")[2].partition(" GB")[0]) * 1e9
     choice, _ = choose(config, footprint, ARITHMETIC, card(least), [[900, 1200]], compiled=False)
@@ -161,7 +160,7 @@ def test_a_card_on_which_nothing_fits_is_told_the_least_that_works(tmp_path):
 
 
 def test_quantized_and_sharded_weights_take_less(tmp_path):
-    config, plain = footprint_of(tmp_path)
+    _, plain = footprint_of(tmp_path)
     _, eight = footprint_of(tmp_path, "model.quantization=int8")
     _, four = footprint_of(tmp_path, "model.quantization=nf4")
     assert four.weights < eight.weights < plain.weights
@@ -186,8 +185,8 @@ def test_check_shows_the_plan_for_a_card_that_is_not_here(config, tmp_path):
     assert "of 22.4 GiB" in found["memory"]["detail"]
     assert "a card like RTX 4090" in found["memory"]["detail"]
     result = CliRunner().invoke(app, ["check", str(file), "--memory", "lots"])
-    assert result.exit_code == 2
-    assert "16GB" in result.output
+    assert isinstance(result.exception, ConfigError)
+    assert "16GB" in str(result.exception)
 
 
 def test_a_run_says_before_it_loads_anything_that_nothing_fits(config, monkeypatch):
