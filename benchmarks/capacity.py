@@ -125,7 +125,7 @@ def grid(names: Sequence[str]) -> None:
         compile_blocks(get_family(scale.family).blocks(model))
         for samples in ("four, 45 %", "sixteen small"):
             whole = batch_of(scale, BATCHES[samples])
-            choice, _ = choose(config, footprint, arithmetic, card, [whole.lengths], compiled=True)
+            choice, _ = choose(config, footprint, arithmetic, card, [[whole.lengths]], compiled=True)
             chosen = len(in_order(whole.lengths, choice.most_tokens or 0)), len(choice.recomputed(footprint.blocks))
             counts = sorted({1, 2, 3, len(whole.targets), chosen[0]})
             ways = [(passes, again) for passes in counts for again in sorted({0, footprint.blocks, chosen[1]})]

@@ -124,7 +124,7 @@ def card(memory: float) -> Card:
 
 def test_what_is_chosen_fits_and_recomputes_no_more_than_it_must(tmp_path):
     config, footprint = footprint_of(tmp_path)
-    steps = [[900, 400, 650], [300, 900, 1200]]
+    steps = [[[900, 400, 650]], [[300, 900], [1200]]]
     before = footprint.blocks + 1
     for memory in (1.02, 1.3, 2.0, 6.0, 40.0):
         least = footprint.peak(1200, footprint.blocks) / 0.96
@@ -140,11 +140,11 @@ def test_what_is_chosen_fits_and_recomputes_no_more_than_it_must(tmp_path):
 
 def test_settings_made_by_hand_are_taken_as_they_are(tmp_path):
     config, footprint = footprint_of(tmp_path, "train.gradient_checkpointing=2", "train.tokens_per_pass=1300")
-    choice, _ = choose(config, footprint, ARITHMETIC, card(1e9), [[900, 1200]], compiled=True)
+    choice, _ = choose(config, footprint, ARITHMETIC, card(1e9), [[[900, 1200]]], compiled=True)
     assert (choice.most_tokens, choice.compiled) == (1300, True)
     assert list(choice.recomputed(5)) == [0, 2, 4]
     config, _ = footprint_of(tmp_path, "train.gradient_checkpointing=false", "train.tokens_per_pass=null")
-    choice, _ = choose(config, footprint, ARITHMETIC, card(1e9), [[900, 1200]], compiled=False)
+    choice, _ = choose(config, footprint, ARITHMETIC, card(1e9), [[[900, 1200]]], compiled=False)
     assert choice.most_tokens is None
     assert not choice.recomputed(5)
 
@@ -153,9 +153,9 @@ def test_a_card_on_which_nothing_fits_is_told_the_least_that_works(tmp_path):
     config, footprint = footprint_of(tmp_path)
     message = r"(?s)longest sample has 1,200 tokens.*least memory that works is [\d.]+ GB"
     with pytest.raises(ConfigError, match=message) as caught:
-        choose(config, footprint, ARITHMETIC, card(footprint.weights), [[900, 1200]], compiled=False)
+        choose(config, footprint, ARITHMETIC, card(footprint.weights()), [[[900, 1200]]], compiled=False)
     least = float(str(caught.value).rpartition("works is ")[2].partition(" GB")[0]) * 1e9
-    choice, _ = choose(config, footprint, ARITHMETIC, card(least), [[900, 1200]], compiled=False)
+    choice, _ = choose(config, footprint, ARITHMETIC, card(least), [[[900, 1200]]], compiled=False)
     assert choice.most_tokens >= 1200
 
 
@@ -163,7 +163,7 @@ def test_quantized_and_sharded_weights_take_less(tmp_path):
     _, plain = footprint_of(tmp_path)
     _, eight = footprint_of(tmp_path, "model.quantization=int8")
     _, four = footprint_of(tmp_path, "model.quantization=nf4")
-    assert four.weights < eight.weights < plain.weights
+    assert four.weights() < eight.weights() < plain.weights()
     assert plain.sharded(4).trained == plain.trained // 4
     assert [kind.weights for kind in plain.sharded(4).kinds] == [kind.weights // 4 for kind in plain.kinds]
 
@@ -171,7 +171,7 @@ def test_quantized_and_sharded_weights_take_less(tmp_path):
 def test_training_everything_takes_gradients_and_moments_of_every_weight(tmp_path):
     _, footprint = footprint_of(tmp_path, "train.method=full")
     weights = sum(parameter.numel() for parameter in on_meta("flux-kontext").parameters())
-    assert footprint.weights == 4 * weights
+    assert footprint.weights() == 4 * weights
     assert footprint.trained == 12 * weights
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from qflux.capacity.choice import Choice
 from qflux.commands import Trainer
-from qflux.errors import QfluxError
+from qflux.errors import ConfigError, QfluxError
 from qflux.training.model import TrainedModel
 from qflux.training.optimizer.step import Update
 
@@ -165,3 +165,23 @@ def test_the_cut_is_no_part_of_what_a_resumed_run_must_share(config):
     result = Trainer(config("train.max_train_steps=2", "train.tokens_per_pass=300")).fit()
     assert (result.resumed_from, result.steps) == (1, 2)
     assert Path(result.adapter).is_file()
+
+
+@pytest.mark.parametrize("streamed", [1, 3, 100])
+def test_streamed_blocks_train_the_same_bytes(config, streamed):
+    """However many of them, more than there are too; with validation in between."""
+    shared = ("train.gradient_checkpointing=true", "data.held_out={count: 2}", "validation.num_inference_steps=2")
+    plain = Trainer(config(*STEP, *shared, "run_name=plain")).fit()
+    found = Trainer(config(*STEP, *shared, "run_name=streamed", f"train.streamed_blocks={streamed}")).fit()
+    assert found.adapter.read_bytes() == plain.adapter.read_bytes()
+    assert found.held_out_loss == plain.held_out_loss
+
+
+def test_streaming_that_can_not_be_is_refused(config):
+    for wrong, message in {
+        "train.method=full": "what trains has to stay",
+        "train.distributed=fsdp": "FSDP moves its own",
+        "train.gradient_checkpointing=2": "auto or true",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            config("train.gradient_checkpointing=true", "train.streamed_blocks=2", wrong)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,6 +47,7 @@ def step(models, samples):
 def test_compiled_blocks_give_the_same_and_never_recompile_for_sizes(compiled):
     """Mixed batches, single samples and uniform batches are compiled once each, whatever their sizes.
 
+    A single sample of a family with controls inside the text is compiled once for each number of them.
     The first batch has as many samples as the model has heads: equal by accident, not by rule.
     """
     ours, eager = compiled
@@ -55,6 +57,10 @@ def test_compiled_blocks_give_the_same_and_never_recompile_for_sizes(compiled):
         counts = []
         for size in sizes:
             samples = random_batch(rng, size, uniform=kind == "uniform")
+            if kind == "single":  # one control in the middle of the text, where controls stand there at all
+                shapes = [(rng.randint(2, 6), rng.randint(2, 6)) for _ in range(2)]
+                alone = random_sample(shapes, torch.Generator().manual_seed(0), rng.choice([7, 9]))
+                samples = [replace(alone, places=(3,))]
             output, gradient = step(ours, samples)
             expected, expected_gradient = step(eager, samples)
             assert (output - expected).abs().max() <= 1e-5

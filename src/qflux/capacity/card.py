@@ -23,6 +23,8 @@ class Card:
     """Bytes that a run may take."""
     flops: float
     """The most arithmetic it can do in a second, in bfloat16."""
+    link: float = 20e9
+    """Bytes that it can get from host memory in a second."""
 
     @classmethod
     def of(cls, device: torch.device, memory: int | None) -> Card | None:

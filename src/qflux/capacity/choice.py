@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,6 +27,9 @@ _SPEED = {True: 0.47, False: 0.42}
 _HOST_SECONDS = 0.0015
 """The host takes so long for a block forward, and twice that backward: a pass of few tokens takes no less."""
 
+Step = Sequence[Sequence[int]]
+"""The tokens of the samples of each micro-batch of an optimizer step."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -39,6 +42,8 @@ class Choice:
     every: int
     """Of those, each (1), every second (2) and so on does."""
     compiled: bool
+    streamed: int = 0
+    """Blocks whose weights stay in host memory and are copied when it is their turn; they are recomputed."""
 
     def recomputed(self, blocks: int) -> range:
         """Which of so many blocks compute their activations again."""
@@ -56,6 +61,9 @@ class Prediction:
     card: str
     memory: int
     weights: int
+    """On the card."""
+    on_host: int
+    """Weights that are copied from host memory in every pass."""
     trained: int
     activations: int
     seconds: float
@@ -71,8 +79,9 @@ class Prediction:
         """In two lines."""
         tokens = f"at most {choice.most_tokens:,} tokens" if choice.most_tokens else "the micro-batches of the data"
         parts = f"weights {_gib(self.weights)}, what trains {_gib(self.trained)}, activations {_gib(self.activations)}"
+        streamed = f", {choice.streamed} streamed ({_gib(self.on_host)} GiB in host memory)" if choice.streamed else ""
         return (
-            f"passes of {tokens}, {len(choice.recomputed(self.blocks))} of {self.blocks} blocks recomputed"
+            f"passes of {tokens}, {len(choice.recomputed(self.blocks))} of {self.blocks} blocks recomputed{streamed}"
             f"{', compiled' if choice.compiled else ''}\n"
             f"{parts}: {_gib(self.peak)} of {_gib(self.memory)} GiB; {self.passes:.1f} passes and about "
             f"{self.seconds:.2g} s a step ({self.card})"
@@ -81,9 +90,15 @@ class Prediction:
 
 def without_a_card(config: Config) -> Choice:
     """On a CPU, unless somebody says otherwise: every block recomputed, and micro-batches as the data settings say."""
-    asked, tokens = config.train.gradient_checkpointing, config.train.tokens_per_pass
-    first, every = (None, 1) if asked == "auto" else _recomputations(config, 0)[0]
-    return Choice(None if tokens == "auto" else tokens, first, every, compiles(config, torch.device("cpu")))
+    settings, asked = config.train, config.train.gradient_checkpointing
+    every = 1 if asked == "auto" else int(asked)
+    return Choice(
+        most_tokens=None if settings.tokens_per_pass == "auto" else settings.tokens_per_pass,
+        first=None if every else 0,
+        every=max(1, every),
+        compiled=compiles(config, torch.device("cpu")),
+        streamed=0 if settings.streamed_blocks == "auto" else settings.streamed_blocks,
+    )
 
 
 def compiles(config: Config, device: torch.device) -> bool:
@@ -95,50 +110,40 @@ def compiles(config: Config, device: torch.device) -> bool:
 
 
 def choose(
-    config: Config,
-    footprint: Footprint,
-    arithmetic: Arithmetic,
-    card: Card,
-    steps: Sequence[Sequence[int]],
-    compiled: bool,
+    config: Config, footprint: Footprint, arithmetic: Arithmetic, card: Card, steps: Sequence[Step], compiled: bool
 ) -> tuple[Choice, Prediction]:
-    """The fastest way that fits; `steps` are the tokens of the samples of some optimizer steps of one process.
-
-    If nothing fits, an error says how much memory would do.
-    """
-    longest = max(max(step) for step in steps)
-    ways = [
-        Choice(most, first, every, compiled)
-        for first, every in _recomputations(config, footprint.blocks)
-        if (most := _most_tokens(config, footprint, card, (first, every), compiled)) is None or most >= longest
-    ]
-    if not ways:
-        raise _too_small(config, footprint, card, longest, compiled)
-    predicted = [(choice, predict(choice, footprint, arithmetic, card, steps)) for choice in ways]
+    """The fastest way that fits, for steps like these of one process. If nothing fits, an error says what would."""
+    longest = max(length for step in steps for batch in step for length in batch)
+    ways = [_with_most_tokens(config, footprint, card, way) for way in _ways(config, footprint.blocks, compiled)]
+    fitting = [way for way in ways if way.most_tokens is None or way.most_tokens >= longest]
+    if not fitting:
+        raise _too_small(config, footprint, card, longest, ways)
+    predicted = [(choice, predict(choice, footprint, arithmetic, card, steps)) for choice in fitting]
     return min(predicted, key=lambda way: way[1].seconds)
 
 
 def predict(
-    choice: Choice, footprint: Footprint, arithmetic: Arithmetic, card: Card, steps: Sequence[Sequence[int]]
+    choice: Choice, footprint: Footprint, arithmetic: Arithmetic, card: Card, steps: Sequence[Step]
 ) -> Prediction:
     """What a choice takes of a card, and how long its steps are."""
     passes = [_passes(step, choice.most_tokens) for step in steps]
-    again = len(choice.recomputed(footprint.blocks))
+    again, on_host = len(choice.recomputed(footprint.blocks)), footprint.on_host(choice.streamed)
     share = again / footprint.blocks
-    speed = card.flops * _SPEED[choice.compiled]
-    seconds = 0.0
+    speed, seconds = card.flops * _SPEED[choice.compiled], 0.0
+    # Whatever takes longest: the host, which queues the work, or weights on their way there and back again.
+    least = max(footprint.blocks * (3 + share) * _HOST_SECONDS, 2 * on_host / card.link)
     for lengths in (lengths for step in passes for lengths in step):
         tokens, pairs = sum(lengths), sum(length**2 for length in lengths)
         forward = arithmetic.per_token * tokens + arithmetic.per_pair * pairs
         # Frozen weights have no gradient: backward their products are as many as forward; attention's are twice.
         backward = arithmetic.per_token * tokens + 2 * arithmetic.per_pair * pairs
-        host = footprint.blocks * (3 + share) * _HOST_SECONDS
-        seconds += max((forward * (1 + share) + backward) / speed, host)
+        seconds += max((forward * (1 + share) + backward) / speed, least)
     largest = max(sum(lengths) for step in passes for lengths in step)
     return Prediction(
         card=card.name,
         memory=card.memory,
-        weights=footprint.weights,
+        weights=footprint.weights(choice.streamed),
+        on_host=on_host,
         trained=footprint.trained,
         activations=int(footprint.activations(again, choice.compiled)(largest)),
         seconds=seconds / len(steps),
@@ -147,49 +152,57 @@ def predict(
     )
 
 
-def _passes(lengths: Sequence[int], most: int | None) -> list[list[int]]:
+def _passes(step: Step, most: int | None) -> list[list[int]]:
     if most is None:
-        return [[length] for length in lengths]
+        return [list(batch) for batch in step if batch]
+    lengths = [length for batch in step for length in batch]
     counts, found, start = evenly(lengths, len(in_order(lengths, most)), most), [], 0
     for count in counts:
-        found.append(list(lengths[start : start + count]))
+        found.append(lengths[start : start + count])
         start += count
     return found
 
 
-def _recomputations(config: Config, blocks: int) -> list[tuple[int | None, int]]:
-    """Which blocks may be recomputed, the fewest first: the first so many of them, or what somebody has said."""
-    asked = config.train.gradient_checkpointing
+def _ways(config: Config, blocks: int, compiled: bool) -> list[Choice]:
+    """All that could be done about blocks, the fastest first: what somebody has said is taken as it is."""
+    asked, streamed = config.train.gradient_checkpointing, config.train.streamed_blocks
+    if streamed == "auto":
+        # Weights in fewer bits are no plain tensors, and shards are moved by FSDP itself.
+        can_stream = config.model.quantization is None and config.train.method == "lora"
+        can_stream = can_stream and config.train.distributed == "ddp" and asked in ("auto", True)
+        counts = range(blocks + 1) if can_stream else range(1)
+    else:
+        counts = range(streamed, streamed + 1)
+    streaming = [Choice(None, None, 1, compiled, count) for count in counts if count]
+    if 0 not in counts:
+        return streaming
     if asked == "auto":
-        return [(count, 1) for count in range(blocks + 1)]
-    return [(None, int(asked))] if asked else [(0, 1)]
+        return [*(Choice(None, count, 1, compiled) for count in range(blocks + 1)), *streaming]
+    return [Choice(None, None, int(asked), compiled) if asked else Choice(None, 0, 1, compiled), *streaming]
 
 
-def _most_tokens(
-    config: Config, footprint: Footprint, card: Card, recomputed: tuple[int | None, int], compiled: bool
-) -> int | None:
-    """What a pass may have, by the config or by the memory that is left."""
+def _with_most_tokens(config: Config, footprint: Footprint, card: Card, way: Choice) -> Choice:
+    """With what a pass may have, by the config or by the memory that is left."""
     asked = config.train.tokens_per_pass
     if asked != "auto":
-        return asked
-    again = Choice(None, *recomputed, compiled).recomputed(footprint.blocks)
-    line = footprint.activations(len(again), compiled)
-    room = _USED * card.memory - footprint.weights - footprint.trained - line.fixed
-    return max(0, int(room / line.per_token))
+        return replace(way, most_tokens=asked)
+    line = footprint.activations(len(way.recomputed(footprint.blocks)), way.compiled)
+    room = _USED * card.memory - footprint.weights(way.streamed) - footprint.trained - line.fixed
+    return replace(way, most_tokens=max(0, int(room / line.per_token)))
 
 
-def _too_small(config: Config, footprint: Footprint, card: Card, longest: int, compiled: bool) -> ConfigError:
-    most = len(Choice(None, *_recomputations(config, footprint.blocks)[-1], compiled).recomputed(footprint.blocks))
-    least = footprint.peak(longest, most, compiled) / _USED
-    ways = ["choose smaller areas in data.processor"]
-    if config.train.gradient_checkpointing != "auto" and most < footprint.blocks:
-        ways.insert(0, "set train.gradient_checkpointing: auto")
+def _too_small(config: Config, footprint: Footprint, card: Card, longest: int, ways: Sequence[Choice]) -> ConfigError:
+    peaks = [footprint.peak(longest, len(way.recomputed(footprint.blocks)), way.compiled, way.streamed) for way in ways]
+    least = min(peaks) / _USED
+    remedies = ["choose smaller areas in data.processor"]
+    if config.train.gradient_checkpointing not in ("auto", True):
+        remedies.insert(0, "set train.gradient_checkpointing: auto")
     if config.model.quantization is None and config.train.method == "lora":
-        ways.append("quantize the base (model.quantization: fp8, int8 or nf4)")
+        remedies.append("quantize the base (model.quantization: fp8, int8 or nf4)")
     return ConfigError(
         f"{_gib(card.memory)} GiB of {card.name} are too little: the longest sample has {longest:,} tokens, and a pass "
-        f"of it alone takes {_gib(least)} GiB, {_gib(footprint.weights)} of them for weights",
-        ", or ".join(ways) + f"; the least memory that works is {math.ceil(least / 1e8) / 10} GB.",
+        f"of it alone takes {_gib(least)} GiB",
+        ", or ".join(remedies) + f"; the least memory that works is {math.ceil(least / 1e8) / 10} GB.",
     )
 
 

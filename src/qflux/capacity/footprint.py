@@ -17,6 +17,7 @@ from torch import nn
 from qflux.adapters.lora import inject
 from qflux.capacity.counting import MemoryCount, take_fused_norms
 from qflux.capacity.recomputation import recompute
+from qflux.capacity.streaming import SLOTS
 from qflux.config import Config
 from qflux.data.encoded import TextEmbedding
 from qflux.models.family import Family, ModelInputs
@@ -81,9 +82,15 @@ class Footprint:
     def blocks(self) -> int:
         return sum(kind.count for kind in self.kinds)
 
-    @property
-    def weights(self) -> int:
-        return self.other_weights + sum(kind.count * kind.weights for kind in self.kinds)
+    def weights(self, streamed: int = 0) -> int:
+        """Bytes of weights on the device, if so many blocks take turns in a few slots."""
+        all_blocks = sum(kind.count * kind.weights for kind in self.kinds)
+        slots = min(SLOTS, streamed) * max(kind.weights for kind in self.kinds)
+        return self.other_weights + all_blocks - self.on_host(streamed) + slots
+
+    def on_host(self, streamed: int) -> int:
+        """Bytes of the weights of so many blocks, of all kinds alike."""
+        return streamed * sum(kind.count * kind.weights for kind in self.kinds) // self.blocks
 
     def activations(self, recomputed: int, compiled: bool) -> Line:
         """Of a pass, if the first so many blocks are recomputed.
@@ -114,9 +121,9 @@ class Footprint:
             trained=self.trained // processes,
         )
 
-    def peak(self, tokens: int, recomputed: int, compiled: bool = False) -> int:
+    def peak(self, tokens: int, recomputed: int, compiled: bool = False, streamed: int = 0) -> int:
         """Bytes at the peak of a step whose largest pass has so many tokens."""
-        return int(self.weights + self.trained + self.activations(recomputed, compiled)(tokens))
+        return int(self.weights(streamed) + self.trained + self.activations(recomputed, compiled)(tokens))
 
     @classmethod
     def of(cls, config: Config, family: Family, transformer: Any, text: int = 512) -> Footprint:

@@ -121,6 +121,12 @@ class TrainSettings(Section):
         "must",
         json_schema_extra=FREE,
     )
+    streamed_blocks: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        default="auto",
+        description="blocks whose frozen weights stay in host memory and are copied to the GPU when it is their turn; "
+        "they are recomputed. auto: as many as must",
+        json_schema_extra=FREE,
+    )
     compile: bool | Literal["auto"] = Field(
         default="auto",
         description="torch.compile of each block; sizes may vary freely. auto: on a GPU",

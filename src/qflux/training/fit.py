@@ -85,7 +85,7 @@ def fit(
         world.first(lambda: held.enter_context(exclusive(config.run_dir)))
         held.enter_context(repeatable(config.train.deterministic))
         choice = fitted_to_run(config, family, device, course.plan, world)
-        transformer = load_to_train(config, pretrained, world)
+        transformer = load_to_train(config, pretrained, world, choice)
         model = TrainedModel(transformer, family, config, world, device, choice, course.start)
         require_fitting(dataset, family.widths(transformer), config)
         stop = held.enter_context(deferred_signals())  # until here stopping is at once: there is nothing to save

@@ -19,6 +19,7 @@ from qflux.adapters.lora import ADAPTER, adapter_tensors, inject, trainable, tra
 from qflux.adapters.merge import write_transformer
 from qflux.capacity.choice import Choice
 from qflux.capacity.recomputation import recompute
+from qflux.capacity.streaming import StreamedBlocks, spread
 from qflux.config import Config
 from qflux.data.batch import Batch
 from qflux.models import Family
@@ -31,11 +32,11 @@ from qflux.training.distributed import World, full_tensor
 logger = logging.getLogger(__name__)
 
 
-def load_to_train(config: Config, pretrained: Pretrained, world: World) -> nn.Module:
-    """The transformer before training: float32 if all of it trains; on the host if it is about to be sharded."""
-    is_sharded = world.size > 1 and config.train.distributed == "fsdp"
+def load_to_train(config: Config, pretrained: Pretrained, world: World, choice: Choice) -> nn.Module:
+    """The transformer before training: float32 if all of it trains; on the host if not all of it goes to the device."""
+    stays = choice.streamed > 0 or (world.size > 1 and config.train.distributed == "fsdp")
     transformer: nn.Module = pretrained.transformer(
-        torch.float32 if config.train.method == "full" else None, torch.device("cpu") if is_sharded else None
+        torch.float32 if config.train.method == "full" else None, torch.device("cpu") if stays else None
     )
     return transformer
 
@@ -81,10 +82,14 @@ class TrainedModel:
         settings, blocks = self._config.train, self.family.blocks(self.transformer)
         self._recomputed: set[int] = set()
         again = self._choice.recomputed(len(blocks))
+        streamed = spread(min(self._choice.streamed, len(blocks)), len(blocks)) if self._choice.streamed else []
         if again:
             self._recompute([blocks[place] for place in again])
         if self._choice.compiled:
             compile_blocks(blocks)
+        if streamed:  # the rest goes to the device; these come when it is their turn
+            self._streamed = StreamedBlocks([blocks[place] for place in streamed], self._device)
+            self.transformer.to(self._device)
         if self._world.size > 1 and settings.distributed == "fsdp":
             self._world.shard(self.transformer, blocks, self._device)
             if self._device.type == "cuda":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,12 +26,32 @@ Sample = tuple[int, Shapes, tuple[int, ...]]
 """Text tokens, images, and the text tokens before each control."""
 
 
+class Segments(NamedTuple):
+    """Parts of a sample that follow one another.
+
+    Their lengths are those of tensors that hold nothing: compiled code takes lengths of tensors for what may vary, and
+    numbers for what never does.
+    """
+
+    markers: tuple[Tensor, ...]
+    """`(length, 0)` each."""
+    is_text: tuple[bool, ...]
+
+    def ranges(self) -> list[tuple[int, int, bool]]:
+        """First token, the one after the last, and whether it is text, as diffusers' blocks want them."""
+        found, start = [], 0
+        for marker, is_text in zip(self.markers, self.is_text, strict=True):
+            found.append((start, start + marker.shape[0], is_text))
+            start = start + marker.shape[0]
+        return found
+
+
 @dataclass(frozen=True)
 class Alike:
     """What diffusers' blocks need to know of samples that have one arrangement and one target."""
 
-    segments: tuple[tuple[int, int, bool], ...]
-    """First token, the one after the last, and whether it is text: of everything before the target."""
+    segments: Segments
+    """Of everything before the target."""
     is_target: Tensor
     """`(t,)` of the tokens of a sample."""
     text_rows: Tensor
@@ -56,7 +77,10 @@ class Alike:
         width = text + sum(slots)
         of_batch = (torch.tensor(rows, dtype=torch.long) + width * torch.arange(len(samples))[:, None]).flatten()
         return cls(
-            segments=tuple((*span.queries, span.causal) for span in before),
+            segments=Segments(
+                tuple(torch.empty(span.width, 0, device=device) for span in before),
+                tuple(span.causal for span in before),
+            ),
             is_target=upload(is_target, device),
             text_rows=upload(of_batch, device),
             width=width,

@@ -22,7 +22,7 @@ from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
 from qflux.models.compat import picklable, require_plain_attention
-from qflux.models.qwen_image21.layout import QwenImage21Layout
+from qflux.models.qwen_image21.layout import QwenImage21Layout, Segments
 from qflux.models.qwen_image21.padded import QwenImage21Padding, is_ordinary
 from qflux.ragged.heads import turned_heads
 from qflux.ragged.layout import RaggedLayout
@@ -63,7 +63,7 @@ class RaggedQwenImage21Block(QwenImage21TransformerBlock):
                 layer_cache,
                 kv_cache_mode,
                 cache_write_slice,
-                segments,
+                segments.ranges() if isinstance(segments, Segments) else segments,
                 key_valid,
             )
         tokens = norm_modulate(self.img_norm1, hidden_states, modulation.chunk(4, dim=-1)[0], None, row)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Literal
 
 from qflux.cache.cache import EmbeddingCacheManager
@@ -71,7 +70,7 @@ def _memory(config: Config, pretrained: Pretrained, inspected: Inspected, noises
     batches = [[noises.tokens(sample) for sample in batch] for batch in inspected.batches]
     together = config.train.gradient_accumulation_steps
     starts = range(0, len(batches), together)[:LOOKED_AT]
-    steps = [list(chain(*batches[start : start + together])) for start in starts]
+    steps = [batches[start : start + together] for start in starts]
     try:
         choice, predicted = fitted(config, pretrained.family, pretrained.device, steps)
     except CheckpointError as error:

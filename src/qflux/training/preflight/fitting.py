@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from qflux.capacity.card import Card, limit_memory
-from qflux.capacity.choice import Choice, Prediction, choose, compiles, without_a_card
+from qflux.capacity.choice import Choice, Prediction, Step, choose, compiles, without_a_card
 from qflux.capacity.footprint import Footprint
 from qflux.config import Config
 from qflux.data.plan import TrainingPlan
@@ -25,10 +25,13 @@ LOOKED_AT = 64
 """Steps that a choice is made for: they are drawn at random, so the others are like them."""
 
 
+_SETTINGS = ("tokens_per_pass", "gradient_checkpointing", "streamed_blocks", "compile")
+
+
 def fitted(
-    config: Config, family: Family, device: torch.device, steps: Sequence[Sequence[int]], processes: int = 1
+    config: Config, family: Family, device: torch.device, steps: Sequence[Step], processes: int = 1
 ) -> tuple[Choice, Prediction | None]:
-    """How a run goes about its steps, and what that takes; `steps` are the tokens of samples of one process."""
+    """How a run goes about its steps, and what that takes; `steps` are those of one process."""
     card = Card.of(device, config.memory)
     if card is None or not steps:
         return without_a_card(config), None
@@ -47,7 +50,7 @@ def fitted_to_run(config: Config, family: Family, device: torch.device, plan: Tr
     path = RunPaths(config.run_dir).fitting
     asked = {
         "memory": config.memory,
-        **{name: getattr(config.train, name) for name in ("tokens_per_pass", "gradient_checkpointing", "compile")},
+        **{name: getattr(config.train, name) for name in _SETTINGS},
     }
 
     def decide() -> dict[str, object]:
@@ -59,7 +62,7 @@ def fitted_to_run(config: Config, family: Family, device: torch.device, plan: Tr
             pass
         tokens = plan.tokens
         steps = [
-            [tokens[visit.sample] for batch in step.ranks[0] for visit in batch]
+            [[int(tokens[visit.sample]) for visit in batch] for batch in step.ranks[0]]
             for _, step in plan.steps(0, min(LOOKED_AT, plan.first_step(1)))
         ]
         choice, predicted = fitted(config, family, device, steps, world.size)

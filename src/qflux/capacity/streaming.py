@@ -1,0 +1,115 @@
+"""Frozen blocks whose weights stay in host memory, and are copied to the device ahead of their use.
+
+A few slots on the device take turns: block i always runs from slot i modulo their number, so its parameters never
+move; only what the slot holds changes. Blocks run forward one after another, and backward in the opposite order: when
+one begins, the next ones are on their way already, on a stream of their own. Nothing is ever copied back.
+
+Such blocks are recomputed. What autograd keeps of a block for later would be a view of a slot, which by then holds the
+weights of another block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SLOTS = 3
+"""One that runs, and two that are on their way or still here when the direction changes."""
+_ALIGNED = 512
+"""Bytes at whose multiples tensors begin in a slot, as they would anywhere else on a device."""
+
+
+class StreamedBlocks:
+    """Blocks that take turns on the device."""
+
+    def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
+        """`blocks` are in the order in which they run; what does not train of them is taken to the host."""
+        self._device = device
+        frozen = [[p for p in block.parameters() if not p.requires_grad] for block in blocks]
+        sizes = [sum(map(_room, parameters)) for parameters in frozen]
+        count = min(SLOTS, len(blocks))
+        self._slots = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(count)]
+        self._holds: list[int | None] = [None] * count
+        is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if is_cuda else None
+        self._arrived: list[torch.cuda.Event | None] = [None] * count
+        self._host = [
+            self._moved(parameters, size, self._slots[place % count], pinned=is_cuda)
+            for place, (parameters, size) in enumerate(zip(frozen, sizes, strict=True))
+        ]
+        self._last = -1
+        for place, block in enumerate(blocks):
+            self._attend(place, block)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(weights.numel() for weights in self._host)
+
+    def _moved(self, parameters: Sequence[nn.Parameter], size: int, slot: Tensor, pinned: bool) -> Tensor:
+        """The weights of a block in one piece of host memory; its parameters become views of their slot."""
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        start = 0
+        for parameter in parameters:
+            _view(host, start, parameter).copy_(parameter.data)
+            parameter.data = _view(slot, start, parameter)
+            start += _room(parameter)
+        return host
+
+    def _attend(self, place: int, block: Any) -> None:
+        """Have the weights there whenever a block is called: outside of what is compiled, and of what is recomputed."""
+        run = block._compiled_call_impl or block._call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._enter(place)
+            return run(*args, **kwargs)
+
+        block._compiled_call_impl = call
+
+    def _enter(self, place: int) -> None:
+        """A block is about to run: wait for its weights, and send for those that follow."""
+        ahead = 1 if place > self._last else -1
+        self._last = place
+        used = None
+        if self._stream is not None:
+            # What was queued so far has been the last use of all other slots.
+            used = torch.cuda.Event()
+            used.record()
+        for following in range(len(self._slots)):
+            self._send_for(place + ahead * following, used)
+        arrived = self._arrived[place % len(self._slots)]
+        if arrived is not None:
+            arrived.wait()
+
+    def _send_for(self, place: int, used: torch.cuda.Event | None) -> None:
+        number = place % len(self._slots)
+        if not 0 <= place < len(self._host) or self._holds[number] == place:
+            return
+        self._holds[number] = place
+        weights = self._host[place]
+        target = self._slots[number][: weights.numel()]
+        if self._stream is None or used is None:
+            target.copy_(weights)
+            return
+        with torch.cuda.stream(self._stream):
+            used.wait()
+            target.copy_(weights, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._arrived[number] = arrived
+
+
+def spread(streamed: int, blocks: int) -> list[int]:
+    """Which of so many blocks are streamed: evenly spread, so that there is time between them."""
+    return [place * blocks // streamed for place in range(streamed)]
+
+
+def _room(parameter: Tensor) -> int:
+    return -(-parameter.numel() * parameter.element_size() // _ALIGNED) * _ALIGNED
+
+
+def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    size = like.numel() * like.element_size()
+    return memory[start : start + size].view(like.dtype).view(like.shape)
