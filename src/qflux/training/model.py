@@ -78,13 +78,13 @@ class TrainedModel:
         self.parameters = trainable(transformer)
 
     def _set_up_blocks(self) -> None:
-        """Recomputation, then compilation, then sharding: each works on what the one before has made."""
+        """Recomputation, compilation, then streaming or sharding: each works on what the one before has made."""
         settings, blocks = self._config.train, self.family.blocks(self.transformer)
         self._recomputed: set[int] = set()
-        again = self._choice.recomputed(len(blocks))
+        again = blocks[: self._choice.first][:: self._choice.every]
         streamed = spread(min(self._choice.streamed, len(blocks)), len(blocks)) if self._choice.streamed else []
         if again:
-            self._recompute([blocks[place] for place in again])
+            self._recompute(again)
         if self._choice.compiled:
             compile_blocks(blocks)
         if streamed:  # the rest goes to the device; these come when it is their turn
