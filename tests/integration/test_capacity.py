@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from family_samples import KINDS, REFERENCES, Models
 from qflux.adapters.lora import inject
+from qflux.capacity import choice as choice_module
 from qflux.capacity.card import Card
-from qflux.capacity.choice import choose
+from qflux.capacity.choice import choose, compiles
 from qflux.capacity.counting import MemoryCount, take_fused_norms
 from qflux.capacity.footprint import Footprint
 from qflux.capacity.recomputation import recompute
@@ -203,3 +204,20 @@ def test_a_lora_of_more_layers_keeps_more(tmp_path):
     )
     assert more.trained > few.trained
     assert more.activations(0, compiled=False)(1000) > few.activations(0, compiled=False)(1000)
+
+
+def test_blocks_are_compiled_on_a_gpu_that_can_unless_somebody_says_otherwise(tmp_path, monkeypatch):
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    there = {"triton"}
+    monkeypatch.setattr(choice_module, "find_spec", lambda name: name if name in there else None)
+    monkeypatch.setattr(choice_module, "which", lambda name: f"/usr/bin/{name}" if name in there else None)
+    monkeypatch.delenv("CC", raising=False)
+    plain = config_of("flux-kontext", tmp_path)
+    assert not compiles(plain, gpu), "without a C compiler kernels can't be started"
+    there.add("gcc")
+    assert compiles(plain, gpu)
+    assert not compiles(plain, cpu)
+    assert not compiles(config_of("flux-kontext", tmp_path, "model.quantization=fp8"), gpu)
+    assert not compiles(config_of("flux-kontext", tmp_path, "train.compile=false"), gpu)
+    there.clear()
+    assert compiles(config_of("flux-kontext", tmp_path, "train.compile=true"), cpu)

@@ -6,9 +6,11 @@ None of it changes the result. A setting that somebody has made is taken as it i
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
+from shutil import which
 from typing import Any
 
 import torch
@@ -105,8 +107,10 @@ def compiles(config: Config, device: torch.device) -> bool:
     """Whether blocks are compiled."""
     if config.train.compile != "auto":
         return config.train.compile
-    # torchao's 8-bit weights take minutes to compile; and without Triton there is nothing to compile to.
-    return device.type == "cuda" and config.model.quantization is None and find_spec("triton") is not None
+    # torchao's 8-bit weights take minutes to compile; Triton makes the kernels, and a C compiler what starts them.
+    compiler = os.environ.get("CC") or next(filter(None, map(which, ("cc", "gcc", "clang"))), None)
+    can = find_spec("triton") is not None and compiler is not None
+    return device.type == "cuda" and config.model.quantization is None and can
 
 
 def choose(
