@@ -221,3 +221,26 @@ def test_blocks_are_compiled_on_a_gpu_that_can_unless_somebody_says_otherwise(tm
     assert not compiles(config_of("flux-kontext", tmp_path, "train.compile=false"), gpu)
     there.clear()
     assert compiles(config_of("flux-kontext", tmp_path, "train.compile=true"), cpu)
+
+
+def test_weights_stay_on_the_host_only_where_there_is_no_room_for_them(tmp_path):
+    config, footprint = footprint_of(tmp_path, "train.streamed_blocks=auto", "model.dtype=float32")
+    steps = [[[40, 30]]]
+    enough, _ = choose(config, footprint, ARITHMETIC, card(10 * footprint.weights()), steps, compiled=False)
+    assert enough.streamed == 0
+    least = min(footprint.peak(40, footprint.blocks, streamed=count) for count in range(footprint.blocks + 1)) / 0.96
+    if least < footprint.peak(40, footprint.blocks) / 0.96:
+        tight, predicted = choose(config, footprint, ARITHMETIC, card(1.001 * least), steps, compiled=False)
+        assert tight.streamed > 0
+        assert len(tight.recomputed(footprint.blocks)) == footprint.blocks
+        assert predicted.on_host > 0
+        assert predicted.peak <= 1.001 * least
+
+
+def test_streamed_weights_are_counted_in_slots(tmp_path):
+    _, footprint = footprint_of(tmp_path)
+    largest = max(kind.weights for kind in footprint.kinds)
+    in_blocks = sum(kind.count * kind.weights for kind in footprint.kinds)
+    everything = footprint.weights(footprint.blocks)
+    assert everything == footprint.other_weights + min(3, footprint.blocks) * largest
+    assert footprint.on_host(footprint.blocks) == in_blocks

@@ -122,9 +122,9 @@ class TrainSettings(Section):
         json_schema_extra=FREE,
     )
     streamed_blocks: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
-        default="auto",
+        default=0,
         description="blocks whose frozen weights stay in host memory and are copied to the GPU when it is their turn; "
-        "they are recomputed. auto: as many as must",
+        "they are recomputed. auto: as many as must. Tested on CPUs, not yet on a GPU",
         json_schema_extra=FREE,
     )
     compile: bool | Literal["auto"] = Field(
