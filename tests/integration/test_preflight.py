@@ -15,24 +15,26 @@ from qflux.training.preflight.rehearsal import Rehearsal
 HELD_OUT = ["data.held_out={count: 3}", "validation.images=2", "validation.num_inference_steps=2"]
 
 
-def test_running_out_of_memory_names_the_largest_batch_and_what_to_change(config, monkeypatch):
+def test_running_out_of_memory_names_the_sample_that_fits_nowhere_and_what_to_change(config, monkeypatch, caplog):
+    """Smaller passes are tried first, down to a sample alone."""
     settings = config("data.batch_size=3", "train.max_train_steps=20")
     trainer = Trainer(settings)
-    planned = trainer.samples()
-    lengths = {s.name: s.tokens for s in planned.training}
+    lengths = {s.name: s.tokens for s in trainer.samples().training}
+    tried = []
 
     def exhausted(self, batch):
+        tried.append(sum(batch.lengths))
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore")
 
     monkeypatch.setattr("qflux.training.model.TrainedModel.velocity", exhausted)
-    with pytest.raises(
-        QfluxError, match=r"not enough memory for a micro-batch of \d+ tokens: scene_.*20\.00 GiB"
-    ) as caught:
+    with pytest.raises(QfluxError, match=r"not enough memory for a pass of \d+ tokens: scene_.*20\.00 GiB") as caught:
         trainer.fit()
-    assert "train.gradient_checkpointing: true" in str(caught.value)
-    assert "data.max_tokens: " in str(caught.value)
-    named = [name for name in lengths if name in str(caught.value)]
-    assert len(named) == 3
+    assert tried == sorted(tried, reverse=True)
+    assert tried[0] > max(lengths.values()) >= tried[-1]
+    assert "smaller areas in data.processor" in str(caught.value)
+    assert "model.quantization" in str(caught.value)
+    assert len([name for name in lengths if name in str(caught.value)]) == 1
+    assert "before the first step: there is not enough memory" in caplog.text
     assert not (settings.run_dir / "checkpoints").exists()
 
 
@@ -73,7 +75,7 @@ def test_the_largest_batch_is_tried_with_everything_dropout_could_take_away(conf
     seen = []
     original = Rehearsal.step
     monkeypatch.setattr(
-        Rehearsal, "step", lambda self, batch, *rest: (seen.append(batch), original(self, batch, *rest))
+        Rehearsal, "step", lambda self, batch, *rest: seen.append(batch) or original(self, batch, *rest)
     )
     Trainer(settings).fit()
     (batch,) = seen

@@ -104,11 +104,13 @@ def test_checkpointing_some_blocks_changes_nothing(config, every):
 
 
 def test_checkpointing_every_second_block_recomputes_every_second_block(config, monkeypatch):
-    from qflux.training import model
+    from qflux.capacity import recomputation
 
     calls = []
-    original = model.checkpoint
-    monkeypatch.setattr(model, "checkpoint", lambda block, *a, **k: calls.append(block) or original(block, *a, **k))
+    original = recomputation.checkpoint
+    monkeypatch.setattr(
+        recomputation, "checkpoint", lambda block, *a, **k: calls.append(block) or original(block, *a, **k)
+    )
     settings = config("train.gradient_checkpointing=2", "train.max_train_steps=1", "train.preflight=false")
     Trainer(settings).fit()
     transformer = FluxTransformer2DModel.from_pretrained(Path(settings.model.pretrained) / "transformer")

@@ -115,7 +115,7 @@ class TrainSettings(Section):
         "fits; null: a pass is a micro-batch",
         json_schema_extra=FREE,
     )
-    gradient_checkpointing: bool | Annotated[int, Field(ge=2)] | Literal["auto"] = Field(
+    gradient_checkpointing: bool | int | Literal["auto"] = Field(
         default="auto",
         description="true: every block computes its activations again; k: every k-th; false: none; auto: as many as "
         "must",
@@ -172,4 +172,9 @@ class TrainSettings(Section):
             raise ValueError("lr_num_cycles is for lr_scheduler: cosine_with_restarts")
         if self.lr_power != 1.0 and self.lr_scheduler != "polynomial":
             raise ValueError("lr_power is for lr_scheduler: polynomial")
+        asked = self.gradient_checkpointing
+        if not isinstance(asked, bool | str) and asked < 2:
+            raise ValueError(
+                "gradient_checkpointing is auto, true, false, or a number k of at least 2: every k-th block"
+            )
         return self
