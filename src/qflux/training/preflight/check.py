@@ -54,7 +54,6 @@ def check(
         yield Check(
             "plan", "ok", f"{total:,} steps, {steps:,} in an epoch; the largest micro-batch: {largest:,} tokens"
         )
-        yield from _memory(config, pretrained, inspected, noises)
     goes_on = any(RunPaths(config.run_dir).checkpoints.glob("step-*"))
     for what, probe in settings_probes(config, pretrained.family, total, goes_on):
         yield _tried(what, probe)
@@ -62,11 +61,14 @@ def check(
     yield from found
     if not any(item.state == "error" for item in found):
         yield from _trained(config, pretrained)
+        if steps:
+            yield from _memory(config, pretrained, inspected)
         yield _cache(config, pretrained, store)
 
 
-def _memory(config: Config, pretrained: Pretrained, inspected: Inspected, noises: Noises) -> Iterator[Check]:
+def _memory(config: Config, pretrained: Pretrained, inspected: Inspected) -> Iterator[Check]:
     """How the run would fit into the card that is there, or that `memory` speaks of."""
+    noises = Noises.of(config)
     batches = [[noises.tokens(sample) for sample in batch] for batch in inspected.batches]
     together = config.train.gradient_accumulation_steps
     starts = range(0, len(batches), together)[:LOOKED_AT]
