@@ -14,7 +14,11 @@ from safetensors.torch import load_file
 
 from qflux.capacity.choice import Choice
 from qflux.commands import Trainer
+from qflux.data.plan import PlannedStep, Visit
 from qflux.errors import ConfigError, QfluxError
+from qflux.losses.timesteps import NoiseLevels
+from qflux.training.batches import Batches, SampleReader
+from qflux.training.distributed import World
 from qflux.training.model import TrainedModel
 from qflux.training.optimizer.step import Update
 
@@ -185,3 +189,82 @@ def test_streaming_that_can_not_be_is_refused(config):
     }.items():
         with pytest.raises(ConfigError, match=message):
             config("train.gradient_checkpointing=true", "train.streamed_blocks=2", wrong)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("tokens", [1, 900], ids=["one sample a pass", "several"])
+def test_steps_after_one_that_was_begun_again_train_their_own_samples(config, monkeypatch, tokens, workers):
+    """It fails in its first pass of several, when the rest of it and steps behind it have been read already."""
+    shared = (f"train.tokens_per_pass={tokens}", f"data.num_workers={workers}", "train.max_train_steps=4")
+    expected = trained(config, "undisturbed", "SGD", *shared)
+    known, calls = TrainedModel.velocity, []
+
+    def once(model, batch):
+        calls.append(len(batch.samples))
+        if len(calls) == sum(first_step) + 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return known(model, batch)
+
+    first_step = passes_of_first_step(config, shared)
+    assert len(first_step) > 1
+    monkeypatch.setattr(TrainedModel, "velocity", once)
+    found = trained(config, "begun-again", "SGD", *shared)
+    assert_same(found, expected, 1e-6)
+    ledgers = [config(f"run_name={name}").run_dir / "ledger.jsonl" for name in ("undisturbed", "begun-again")]
+    assert ledgers[0].read_text() == ledgers[1].read_text()
+
+
+def passes_of_first_step(config, shared: tuple[str, ...]) -> list[int]:
+    """One for each pass of the first step."""
+    counted: list[int] = []
+    known = TrainedModel.velocity
+
+    def count(model, batch):
+        counted.append(1)
+        return known(model, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainedModel, "velocity", count)
+        trained(config, "counted", "SGD", *shared, "train.max_train_steps=1")
+    return counted
+
+
+def test_a_sample_that_also_stands_in_for_nothing_keeps_its_weight_when_passes_become_smaller(config):
+    """Two ranks: the first has fewer passes than the second, and its own cheapest sample stands in."""
+    trainer = Trainer(config())
+    samples = sorted(trainer.samples().training, key=lambda sample: sample.tokens)
+    lengths = [sample.tokens for sample in samples]
+    small, *large = range(len(samples))
+    step = PlannedStep(0, 0, (((Visit(small, 0),),), tuple((Visit(place, 0),) for place in large[-4:])))
+    levels = NoiseLevels(trainer.config.loss.timesteps)
+    arguments = (trainer.config, Plan([step]), samples, SampleReader(), levels, 64, World(0, 2), torch.device("cpu"))
+    batches = Batches(*arguments).cut_to(max(lengths) + 1)
+    steps = batches.steps(0, 2)
+    next(steps)
+    batches.most_tokens = max(lengths)
+    again = next(steps)  # read before the limit changed
+    counting = [batch for batch in again if batch.counts]
+    assert [sample.name for batch in counting for sample in batch.samples] == [samples[small].name]
+    assert all(float(batch.weight.min()) > 0 for batch in counting)
+
+
+class Plan:
+    """The same step again and again."""
+
+    def __init__(self, steps: list[PlannedStep]) -> None:
+        self._steps = steps
+
+    def steps(self, start: int, stop: int):
+        return ((number, self._steps[0]) for number in range(start, stop))
+
+
+def test_a_record_of_something_else_is_not_taken(config):
+    settings = config("train.max_train_steps=1", "memory=24GB")
+    file = settings.run_dir / "fitting.json"
+    Trainer(settings).fit()
+    good = json.loads(file.read_text())
+    wrong = ("{", "[]", json.dumps({**good, "choice": {**good["choice"], "every": 0}}))
+    for content in (*wrong, json.dumps({**good, "choice": {"strange": 1}}), json.dumps({**good, "asked": {}})):
+        file.write_text(content)
+        assert Trainer(settings).fit().steps == 1
+        assert json.loads(file.read_text()) == good

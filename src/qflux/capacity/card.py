@@ -30,9 +30,10 @@ class Card:
     def of(cls, device: torch.device, memory: int | None) -> Card | None:
         """The card that a run is for; none on a CPU, unless somebody says how much memory a card would have."""
         if device.type == "cuda":
-            free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+            held = torch.cuda.memory_allocated(device)  # encoders, for example, that stay
+            free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - held
             name = torch.cuda.get_device_name(device)
-            return cls(name, min(free, memory or free), peak_of(device) or _like(free)[1])
+            return cls(name, min(free, (memory or held + free) - held), peak_of(device) or _like(free)[1])
         if memory is None:
             return None
         name, flops = _like(memory)

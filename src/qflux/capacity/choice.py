@@ -55,6 +55,15 @@ class Choice:
         """For a file."""
         return asdict(self)
 
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> Choice:
+        """From a file; a `ValueError` or `TypeError` if it holds something else."""
+        choice = cls(**values)
+        numbers = [n for n in (choice.most_tokens, choice.first, choice.every, choice.streamed) if n is not None]
+        if not all(type(n) is int and n >= 0 for n in numbers) or not choice.every or type(choice.compiled) is not bool:
+            raise ValueError(f"{values} is no choice")
+        return choice
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -114,20 +123,40 @@ def compiles(config: Config, device: torch.device) -> bool:
 
 
 def choose(
-    config: Config, footprint: Footprint, arithmetic: Arithmetic, card: Card, steps: Sequence[Step], compiled: bool
+    config: Config,
+    footprint: Footprint,
+    arithmetic: Arithmetic,
+    card: Card,
+    steps: Sequence[Step],
+    *,
+    compiled: bool,
+    longest: int = 0,
 ) -> tuple[Choice, Prediction]:
-    """The fastest way that fits, for steps like these of one process. If nothing fits, an error says what would."""
-    longest = max(length for step in steps for batch in step for length in batch)
+    """The fastest way that fits, for steps like these of one process; `longest` is the largest sample of all.
+
+    If nothing fits, an error says what would. Passes that somebody has asked for are taken as they are, with as little
+    memory as can be: how they are cut in the end is tried before the first step.
+    """
+    longest = max(longest, *(length for step in steps for batch in step for length in batch))
     ways = [_with_most_tokens(config, footprint, card, way) for way in _ways(config, footprint.blocks, compiled)]
-    fitting = [way for way in ways if way.most_tokens is None or way.most_tokens >= longest]
-    if not fitting:
-        raise _too_small(config, footprint, card, longest, ways)
-    predicted = [(choice, predict(choice, footprint, arithmetic, card, steps)) for choice in fitting]
-    return min(predicted, key=lambda way: way[1].seconds)
+    predicted = [(way, predict(way, footprint, arithmetic, card, steps, longest)) for way in ways]
+    if config.train.tokens_per_pass == "auto":
+        fitting = [found for found in predicted if (found[0].most_tokens or 0) >= longest]
+        if not fitting:
+            raise _too_small(config, footprint, card, longest, ways)
+    else:
+        fitting = [found for found in predicted if found[1].peak <= _USED * card.memory]
+        fitting = fitting or [min(predicted, key=lambda way: way[1].peak)]
+    return min(fitting, key=lambda way: way[1].seconds)
 
 
 def predict(
-    choice: Choice, footprint: Footprint, arithmetic: Arithmetic, card: Card, steps: Sequence[Step]
+    choice: Choice,
+    footprint: Footprint,
+    arithmetic: Arithmetic,
+    card: Card,
+    steps: Sequence[Step],
+    longest: int = 0,
 ) -> Prediction:
     """What a choice takes of a card, and how long its steps are."""
     passes = [_passes(step, choice.most_tokens) for step in steps]
@@ -142,7 +171,7 @@ def predict(
         # Frozen weights have no gradient: backward their products are as many as forward; attention's are twice.
         backward = arithmetic.per_token * tokens + 2 * arithmetic.per_pair * pairs
         seconds += max((forward * (1 + share) + backward) / speed, least)
-    largest = max(sum(lengths) for step in passes for lengths in step)
+    largest = max(longest, *(sum(lengths) for step in passes for lengths in step))
     return Prediction(
         card=card.name,
         memory=card.memory,

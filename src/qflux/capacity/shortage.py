@@ -22,8 +22,7 @@ class Shortage:
     @classmethod
     def of(cls, batch: Batch, error: Exception | None = None) -> Shortage:
         """Without an error, it was another process that ran out of memory."""
-        lines = str(error).splitlines() if error is not None else ["Another process ran out of memory."]
-        reason = lines[0] if lines else type(error).__name__
+        reason = "Another process ran out of memory." if error is None else first_line(error)
         return cls(tuple(sample.name for sample in batch.samples), tuple(batch.lengths), reason)
 
     @property
@@ -49,3 +48,8 @@ class Shortage:
         if config.train.method == "full":
             ways.append("shard the model over several GPUs (train.distributed: fsdp)")
         return QfluxError(self.problem, ", or ".join(ways) + ".")
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without the advice that torch adds."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -16,6 +16,7 @@ from itertools import islice, tee
 import torch
 
 from qflux.cache.encode import OpenedSample, encode_sample, open_sample
+from qflux.capacity.shortage import Shortage, first_line
 from qflux.config import Config
 from qflux.data.batch import Batch, Draw, NoisySample
 from qflux.data.cut import recut
@@ -170,6 +171,8 @@ class Batches:
                 drawn = (next(read) for _ in cut.ranks[self._world.rank])
                 if most == self.most_tokens:
                     yield self._step(number, cut, drawn)
+                    for _ in drawn:  # a step that was begun again leaves some behind
+                        pass
                 else:  # it was read before passes had to become smaller
                     now = self.cut(step)
                     yield self._step(number, now, self._regrouped(list(drawn), now))
@@ -193,6 +196,12 @@ class Batches:
         """A step of the plan in passes that fit."""
         return planned if self.most_tokens is None else recut(planned, self._lengths, self.most_tokens)
 
+    def shortage(self, visits: MicroBatch, error: Exception) -> Shortage:
+        """Of a pass over these visits; none of them: of what stands in for nothing."""
+        names = tuple(self._samples[visit.sample].name for visit in visits) or ("a stand-in",)
+        lengths = tuple(int(self._lengths[visit.sample]) for visit in visits) or (min(self._lengths),)
+        return Shortage(names, lengths, first_line(error))
+
     def _tokens_of(self, visits: MicroBatch) -> int:
         return sum(self._lengths[visit.sample] for visit in visits)
 
@@ -202,7 +211,8 @@ class Batches:
 
     def _regrouped(self, read: Sequence[_Read], planned: PlannedStep) -> Iterator[_Read]:
         """What was read for passes of another cut of the same step."""
-        known = {visit: drawn for part, items in read for visit, drawn in zip(part.visits, items, strict=True)}
+        counted = (zip(part.visits, items, strict=True) for part, items in read if part.counts)
+        known = {visit: drawn for pairs in counted for visit, drawn in pairs}
         for part in self.parts(planned):
             # What stands in for nothing has another weight than the same sample where it counts.
             yield (part, [known[visit] for visit in part.visits]) if part.counts else self._read(part)

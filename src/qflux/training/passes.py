@@ -51,13 +51,15 @@ class Passes:
             step = self.batches.again(step)
 
     def _try(self, step: Step) -> Shortage | None:
-        """Do all passes, or say of which one there was not enough memory for; what it had made is gone then."""
-        for batch in self.metrics.clock.waits(step):
+        """Do all passes, or say which one there was not enough memory for; what it had made is gone then."""
+        batches = self.metrics.clock.waits(step)
+        for visits in step.planned.ranks[self.world.rank]:
             try:
+                batch = next(batches)
                 loss, terms = self.objective(self.model.velocity(batch), batch)
                 self.update.backward(loss)
             except torch.OutOfMemoryError as error:
-                return Shortage.of(batch, error)
+                return self.batches.shortage(visits, error)
             self.metrics.add(batch, terms)
         return None
 

@@ -12,6 +12,7 @@ from qflux.config import Config
 from qflux.data.lint.inspect import Inspected
 from qflux.data.noises import Noises
 from qflux.errors import CacheError, CheckpointError, DataError, QfluxError
+from qflux.launch import launched
 from qflux.models.loading import FETCH
 from qflux.models.pretrained import Pretrained
 from qflux.models.registry import described, local_folder
@@ -68,6 +69,9 @@ def check(
 
 def _memory(config: Config, pretrained: Pretrained, inspected: Inspected) -> Iterator[Check]:
     """How the run would fit into the card that is there, or that `memory` speaks of."""
+    if config.train.distributed == "fsdp" and launched().world_size == 1:
+        yield Check("memory", "unknown", "it depends on how many processes share the model", "`fit` will say.")
+        return
     noises = Noises.of(config)
     batches = [[noises.tokens(sample) for sample in batch] for batch in inspected.batches]
     together = config.train.gradient_accumulation_steps

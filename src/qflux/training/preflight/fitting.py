@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,13 +27,24 @@ LOOKED_AT = 64
 """Steps that a choice is made for: they are drawn at random, so the others are like them."""
 
 
-_SETTINGS = ("tokens_per_pass", "gradient_checkpointing", "streamed_blocks", "compile")
+_SETTINGS = (
+    "method",
+    "distributed",
+    "noises_per_sample",
+    "tokens_per_pass",
+    "gradient_checkpointing",
+    "streamed_blocks",
+    "compile",
+)
 
 
 def fitted(
-    config: Config, family: Family, device: torch.device, steps: Sequence[Step], processes: int = 1
+    config: Config, family: Family, device: torch.device, steps: Sequence[Step], longest: int = 0, processes: int = 1
 ) -> tuple[Choice, Prediction | None]:
-    """How a run goes about its steps, and what that takes; `steps` are those of one process."""
+    """How a run goes about its steps, and what that takes.
+
+    `steps` are some of one process, `longest` are the tokens of the largest sample of all.
+    """
     card = Card.of(device, config.memory)
     if card is None or not steps:
         return without_a_card(config), None
@@ -41,38 +54,57 @@ def fitted(
     footprint = Footprint.of(config, family, transformer)
     if config.train.distributed == "fsdp":
         footprint = footprint.sharded(processes)
-    return choose(config, footprint, arithmetic, card, steps, compiles(config, device))
+    return choose(config, footprint, arithmetic, card, steps, compiled=compiles(config, device), longest=longest)
 
 
 def fitted_to_run(config: Config, family: Family, device: torch.device, plan: TrainingPlan, world: World) -> Choice:
     """The same for a run that begins or goes on: what it has begun with is what it goes on with."""
     limit_memory(device, config.memory)
     path = RunPaths(config.run_dir).fitting
-    asked = {
-        "memory": config.memory,
-        **{name: getattr(config.train, name) for name in _SETTINGS},
-    }
+    asked = _asked(config, device, world.size)
 
-    def decide() -> dict[str, object]:
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found["asked"] == asked and found["device"] == _name(device):
-                return dict(found["choice"])
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
-        tokens = plan.tokens
+    def decide() -> dict[str, Any]:
+        known = _recorded(path, asked)
+        if known is not None:
+            return known.dump()
+        tokens = [int(count) for count in plan.tokens]
         steps = [
-            [[int(tokens[visit.sample]) for visit in batch] for batch in step.ranks[0]]
+            [[tokens[visit.sample] for visit in batch] for batch in step.ranks[0]]
             for _, step in plan.steps(0, min(LOOKED_AT, plan.first_step(1)))
         ]
-        choice, predicted = fitted(config, family, device, steps, world.size)
+        choice, predicted = fitted(config, family, device, steps, max(tokens), world.size)
         if predicted is not None:
             logger.info("%s", predicted.described(choice))
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"asked": asked, "device": _name(device), "choice": choice.dump()})
+        write_json(path, {"asked": asked, "choice": choice.dump()})
         return choice.dump()
 
-    return Choice(**world.share(world.first(decide)))  # type: ignore[arg-type]
+    return Choice(**(world.share(world.first(decide)) or {}))
+
+
+def _recorded(path: Path, asked: dict[str, Any]) -> Choice | None:
+    """What was chosen when the same was asked for; nothing, if the file is of something else, or not to be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return Choice.read(found["choice"]) if found["asked"] == asked else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _asked(config: Config, device: torch.device, processes: int) -> dict[str, Any]:
+    """Everything that a choice is made from, but for the data."""
+    train, values = config.train, config.dump()
+    return {
+        "device": _name(device),
+        "processes": processes,
+        "family": config.family,
+        "memory": config.memory,
+        "model": {name: values["model"][name] for name in ("pretrained", "transformer", "dtype", "quantization")},
+        "lora": values["lora"],
+        "optimizer": config.optimizer.class_path,
+        "train": {name: getattr(train, name) for name in _SETTINGS},
+        "ema": train.ema is not None,
+    }
 
 
 def _name(device: torch.device) -> str:

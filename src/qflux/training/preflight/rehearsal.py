@@ -18,7 +18,7 @@ from copy import deepcopy
 
 import torch
 
-from qflux.capacity.shortage import Shortage
+from qflux.capacity.shortage import Shortage, first_line
 from qflux.config import Config
 from qflux.data.batch import Batch
 from qflux.errors import CheckpointError, ConfigError, QfluxError
@@ -84,7 +84,7 @@ class Rehearsal:
             edits(self._model, steps=2, count=1)
         except torch.OutOfMemoryError as error:
             raise QfluxError(
-                f"there is not enough memory for a validation image: {_first_line(error)}",
+                f"there is not enough memory for a validation image: {first_line(error)}",
                 "set validation.images: 0, or hold out smaller samples.",
             ) from error
 
@@ -130,7 +130,7 @@ def _still_step(update: Update, config: Config) -> None:
         raise
     except Exception as error:
         raise ConfigError(
-            f"optimizer.class_path: {config.optimizer.class_path} can't take a step: {_first_line(error)}",
+            f"optimizer.class_path: {config.optimizer.class_path} can't take a step: {first_line(error)}",
             "choose another optimizer, or train.distributed: ddp.",
         ) from error
     if not all(bool(torch.isfinite(local(p)).all()) for p in update.parameters.values()):
@@ -138,7 +138,3 @@ def _still_step(update: Update, config: Config) -> None:
             "optimizer.init_args: a step with gradients of zero makes parameters that are NaN",
             "an eps above 0 helps, or train.preflight: false.",
         )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
