@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -223,8 +224,8 @@ def passes_of_first_step(config, shared: tuple[str, ...]) -> list[int]:
         counted.append(1)
         return known(model, batch)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainedModel, "velocity", count)
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(TrainedModel, "velocity", count)
         trained(config, "counted", "SGD", *shared, "train.max_train_steps=1")
     return counted
 
@@ -239,10 +240,12 @@ def test_a_sample_that_also_stands_in_for_nothing_keeps_its_weight_when_passes_b
     levels = NoiseLevels(trainer.config.loss.timesteps)
     arguments = (trainer.config, Plan([step]), samples, SampleReader(), levels, 64, World(0, 2), torch.device("cpu"))
     batches = Batches(*arguments).cut_to(max(lengths) + 1)
-    steps = batches.steps(0, 2)
-    next(steps)
+    steps = batches.steps(0, 3)
+    list(next(steps))
     batches.most_tokens = max(lengths)
-    again = next(steps)  # read before the limit changed
+    with patch.object(Batches, "_regrouped", autospec=True, side_effect=Batches._regrouped) as regrouped:
+        again = next(steps)
+    assert regrouped.called, "it was read before the limit changed"
     counting = [batch for batch in again if batch.counts]
     assert [sample.name for batch in counting for sample in batch.samples] == [samples[small].name]
     assert all(float(batch.weight.min()) > 0 for batch in counting)
