@@ -28,9 +28,6 @@ class MemoryCount(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._known = {_storage(tensor) for tensor in known}
 
-    def reset_peak(self) -> None:
-        self.peak = self.now
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
