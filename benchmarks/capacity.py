@@ -19,12 +19,14 @@ from typing import Any
 import torch
 from mixed_batch import BATCHES, FULL, Batch, Scale, build_model, inputs_of, measure
 
-from qflux.capacity.card import GIB, Card
-from qflux.capacity.choice import choose
+from qflux.capacity.card import Card
+from qflux.capacity.choice import Choice
 from qflux.capacity.footprint import Footprint
-from qflux.capacity.recomputation import recompute
+from qflux.capacity.planner import choose
 from qflux.config import Config, load_config
 from qflux.data.cut import evenly, in_order
+from qflux.memory.placing import GIB
+from qflux.memory.recomputation import recompute
 from qflux.models import get_family
 from qflux.models.loading import empty_transformer
 from qflux.ragged.compilation import compile_blocks

@@ -11,17 +11,19 @@ from typer.testing import CliRunner
 
 from family_samples import KINDS, REFERENCES, Models
 from qflux.adapters.lora import inject
-from qflux.capacity import choice as choice_module
+from qflux.capacity import planner
 from qflux.capacity.card import Card
-from qflux.capacity.choice import choose, compiles
-from qflux.capacity.counting import MemoryCount, take_fused_norms
+from qflux.capacity.choice import Choice
 from qflux.capacity.footprint import Footprint
-from qflux.capacity.recomputation import recompute
+from qflux.capacity.planner import choose, compiles
 from qflux.cli.app import app
 from qflux.commands import Trainer
 from qflux.config import load_config
 from qflux.data.encoded import TextEmbedding
 from qflux.errors import ConfigError
+from qflux.memory.counting import MemoryCount, take_fused_norms
+from qflux.memory.recomputation import recompute
+from qflux.memory.streaming import SLOTS
 from qflux.models import get_family
 from qflux.models.family import Arithmetic, ModelInputs
 from qflux.models.loading import save_checkpoint
@@ -44,13 +46,25 @@ def on_meta(name: str):
         )
 
 
-def counted(config, family, transformer, sizes, text: int, again: int) -> tuple[int, int]:
+def way(recomputed: int, streamed: int = 0, keeps: bool = False, hosts: bool = False) -> Choice:
+    return Choice(None, recomputed, 1, False, streamed, keeps, hosts)
+
+
+def least(footprint: Footprint, tokens: int) -> float:
+    """The least memory in which anything can be done about a pass of so many tokens."""
+    blocks = footprint.blocks
+    ways = [way(blocks, count, hosts=hosts) for count in range(blocks + 1) for hosts in (False, True)]
+    return min(footprint.peak(tokens, each) for each in ways) / 0.96
+
+
+def counted(config, family, transformer, sizes, text: int, choice: Choice) -> tuple[int, int]:
     """A whole step counted, tensor by tensor: its tokens, and its peak without weights and gradients."""
     transformer.to(torch.bfloat16).requires_grad_(False).train()
     with torch.device("meta"):
         inject(transformer, config.lora, config.lora_targets, 0)
     take_fused_norms(transformer)
-    recompute(transformer, {id(block) for block in family.blocks(transformer)[:again]})
+    again = {id(block) for block in family.blocks(transformer)[: choice.first]}
+    recompute(transformer, again, choice.keeps_attention)
     widths = family.widths(transformer)
     shapes = [Shapes((size,), (size,) if family.facts.controls[1] != 0 else ()) for size in sizes]
     options = {"device": "meta", "dtype": torch.bfloat16}
@@ -78,10 +92,26 @@ def test_what_two_blocks_of_each_kind_take_tells_what_a_whole_model_takes(name, 
     config, family = config_of(name, tmp_path), get_family(REFERENCES[name].family)
     footprint = Footprint.of(config, family, on_meta(name), text=64)
     sizes = [(1, 20, 22), (1, 32, 16), (1, 10, 40), (1, 24, 24)]
-    for again in (0, footprint.blocks // 2, footprint.blocks):
-        tokens, peak = counted(config, family, on_meta(name), sizes, 64, again)
-        predicted = footprint.activations(again, compiled=False)(tokens)
-        assert predicted == pytest.approx(peak, rel=0.08), f"{again} blocks recomputed"
+    blocks = footprint.blocks
+    for choice in (way(0), way(blocks // 2), way(blocks), way(blocks // 2, keeps=True), way(blocks, keeps=True)):
+        tokens, peak = counted(config, family, on_meta(name), sizes, 64, choice)
+        assert footprint.activations(choice)(tokens) == pytest.approx(peak, rel=0.08), choice
+
+
+def test_what_attention_gave_is_as_large_as_the_input_of_a_block(tmp_path):
+    _, footprint = footprint_of(tmp_path)
+    for kind in footprint.kinds:
+        assert kind.attention.per_token == pytest.approx(kind.recomputed.per_token, rel=0.3)
+
+
+def test_inputs_on_the_host_are_not_on_the_device(tmp_path):
+    _, footprint = footprint_of(tmp_path, "model.dtype=float32")
+    hosted, there = way(footprint.blocks, hosts=True), way(footprint.blocks)
+    saved = footprint.activations(there).per_token - footprint.activations(hosted).per_token
+    on_host = footprint.inputs_on_host(hosted).per_token
+    assert on_host == pytest.approx(sum(kind.count * kind.recomputed.per_token for kind in footprint.kinds))
+    assert 0 <= saved < on_host, "some of them are on their way"
+    assert footprint.inputs_on_host(there).per_token == 0
 
 
 def test_the_count_is_what_torch_really_holds():
@@ -126,11 +156,10 @@ def card(memory: float) -> Card:
 def test_what_is_chosen_fits_and_recomputes_no_more_than_it_must(tmp_path):
     config, footprint = footprint_of(tmp_path)
     steps = [[[900, 400, 650]], [[300, 900], [1200]]]
-    before = footprint.blocks + 1
+    before, smallest = footprint.blocks + 1, least(footprint, 1200)
     for memory in (1.02, 1.3, 2.0, 6.0, 40.0):
-        least = footprint.peak(1200, footprint.blocks) / 0.96
-        choice, predicted = choose(config, footprint, ARITHMETIC, card(least * memory), steps, compiled=False)
-        assert predicted.peak <= least * memory
+        choice, predicted = choose(config, footprint, ARITHMETIC, card(smallest * memory), steps, compiled=False)
+        assert predicted.peak <= smallest * memory
         assert choice.most_tokens >= 1200
         again = len(choice.recomputed(footprint.blocks))
         assert again <= before, "more memory, and more recomputation"
@@ -143,7 +172,7 @@ def test_settings_made_by_hand_are_taken_as_they_are(tmp_path):
     config, footprint = footprint_of(tmp_path, "train.gradient_checkpointing=2", "train.tokens_per_pass=1300")
     choice, _ = choose(config, footprint, ARITHMETIC, card(1e9), [[[900, 1200]]], compiled=True)
     assert (choice.most_tokens, choice.compiled) == (1300, True)
-    assert list(choice.recomputed(5)) == [0, 2, 4]
+    assert list(choice.recomputed(footprint.blocks)) == list(range(0, footprint.blocks, 2))
     config, _ = footprint_of(tmp_path, "train.gradient_checkpointing=false", "train.tokens_per_pass=null")
     choice, _ = choose(config, footprint, ARITHMETIC, card(1e9), [[[900, 1200]]], compiled=False)
     assert choice.most_tokens is None
@@ -154,9 +183,9 @@ def test_a_card_on_which_nothing_fits_is_told_the_least_that_works(tmp_path):
     config, footprint = footprint_of(tmp_path)
     message = r"(?s)longest sample has 1,200 tokens.*least memory that works is [\d.]+ GB"
     with pytest.raises(ConfigError, match=message) as caught:
-        choose(config, footprint, ARITHMETIC, card(footprint.weights()), [[[900, 1200]]], compiled=False)
-    least = float(str(caught.value).rpartition("works is ")[2].partition(" GB")[0]) * 1e9
-    choice, _ = choose(config, footprint, ARITHMETIC, card(least), [[[900, 1200]]], compiled=False)
+        choose(config, footprint, ARITHMETIC, card(footprint.other_weights), [[[900, 1200]]], compiled=False)
+    told = float(str(caught.value).rpartition("works is ")[2].partition(" GB")[0]) * 1e9
+    choice, _ = choose(config, footprint, ARITHMETIC, card(told), [[[900, 1200]]], compiled=False)
     assert choice.most_tokens >= 1200
 
 
@@ -164,7 +193,7 @@ def test_quantized_and_sharded_weights_take_less(tmp_path):
     _, plain = footprint_of(tmp_path)
     _, eight = footprint_of(tmp_path, "model.quantization=int8")
     _, four = footprint_of(tmp_path, "model.quantization=nf4")
-    assert four.weights() < eight.weights() < plain.weights()
+    assert four.weights(way(0)) < eight.weights(way(0)) < plain.weights(way(0))
     assert plain.sharded(4).trained == plain.trained // 4
     assert [kind.weights for kind in plain.sharded(4).kinds] == [kind.weights // 4 for kind in plain.kinds]
 
@@ -172,7 +201,7 @@ def test_quantized_and_sharded_weights_take_less(tmp_path):
 def test_training_everything_takes_gradients_and_moments_of_every_weight(tmp_path):
     _, footprint = footprint_of(tmp_path, "train.method=full")
     weights = sum(parameter.numel() for parameter in on_meta("flux-kontext").parameters())
-    assert footprint.weights() == 4 * weights
+    assert footprint.weights(way(0)) == 4 * weights
     assert footprint.trained == 12 * weights
 
 
@@ -203,14 +232,14 @@ def test_a_lora_of_more_layers_keeps_more(tmp_path):
         for targets in ("[to_q]", "[to_q, to_k, to_v, to_out.0, proj_mlp, proj_out]")
     )
     assert more.trained > few.trained
-    assert more.activations(0, compiled=False)(1000) > few.activations(0, compiled=False)(1000)
+    assert more.activations(way(0))(1000) > few.activations(way(0))(1000)
 
 
 def test_blocks_are_compiled_on_a_gpu_that_can_unless_somebody_says_otherwise(tmp_path, monkeypatch):
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     there = {"triton"}
-    monkeypatch.setattr(choice_module, "find_spec", lambda name: name if name in there else None)
-    monkeypatch.setattr(choice_module, "which", lambda name: f"/usr/bin/{name}" if name in there else None)
+    monkeypatch.setattr(planner, "find_spec", lambda name: name if name in there else None)
+    monkeypatch.setattr(planner, "which", lambda name: f"/usr/bin/{name}" if name in there else None)
     monkeypatch.delenv("CC", raising=False)
     plain = config_of("flux-kontext", tmp_path)
     assert not compiles(plain, gpu), "without a C compiler kernels can't be started"
@@ -224,26 +253,41 @@ def test_blocks_are_compiled_on_a_gpu_that_can_unless_somebody_says_otherwise(tm
 
 
 def test_weights_stay_on_the_host_only_where_there_is_no_room_for_them(tmp_path):
-    config, footprint = footprint_of(tmp_path, "train.streamed_blocks=auto", "model.dtype=float32")
+    config, footprint = footprint_of(tmp_path, "model.dtype=float32")
     steps = [[[40, 30]]]
-    enough, _ = choose(config, footprint, ARITHMETIC, card(10 * footprint.weights()), steps, compiled=False)
+    enough, _ = choose(config, footprint, ARITHMETIC, card(10 * footprint.weights(way(0))), steps, compiled=False)
     assert enough.streamed == 0
-    least = min(footprint.peak(40, footprint.blocks, streamed=count) for count in range(footprint.blocks + 1)) / 0.96
-    if least < footprint.peak(40, footprint.blocks) / 0.96:
-        tight, predicted = choose(config, footprint, ARITHMETIC, card(1.001 * least), steps, compiled=False)
-        assert tight.streamed > 0
-        assert len(tight.recomputed(footprint.blocks)) >= footprint.blocks - 1, "the last one makes no difference"
-        assert predicted.on_host > 0
-        assert predicted.peak <= 1.001 * least
+    smallest = least(footprint, 40)
+    assert smallest < footprint.peak(40, way(footprint.blocks))
+    tight, predicted = choose(config, footprint, ARITHMETIC, card(1.001 * smallest), steps, compiled=False)
+    assert tight.streamed > 0
+    assert set(tight.waiting(footprint.blocks)) <= set(tight.recomputed(footprint.blocks))
+    assert predicted.on_host > 0
+    assert predicted.peak <= 1.001 * smallest
 
 
 def test_streamed_weights_are_counted_in_slots(tmp_path):
     _, footprint = footprint_of(tmp_path)
     largest = max(kind.weights for kind in footprint.kinds)
     in_blocks = sum(kind.count * kind.weights for kind in footprint.kinds)
-    everything = footprint.weights(footprint.blocks)
-    assert everything == footprint.other_weights + min(3, footprint.blocks) * largest
-    assert footprint.on_host(footprint.blocks) == in_blocks
+    everything = way(footprint.blocks, footprint.blocks)
+    assert footprint.weights(everything) == footprint.other_weights + min(SLOTS, footprint.blocks) * largest
+    assert footprint.weights_on_host(everything) == in_blocks
+
+
+def test_arithmetic_that_is_done_again_costs_time_and_a_slow_link_does_too(tmp_path):
+    """A card with a fast link may stream for nothing, so that memory is left for something better."""
+    config, footprint = footprint_of(tmp_path, "model.dtype=float32")
+    steps, blocks = [[[900, 400, 650]]], footprint.blocks
+    heavy = Arithmetic(per_token=1e9, per_pair=1e6)
+
+    def seconds(choice: Choice, link: float = 1e12) -> float:
+        return planner.predict(choice, footprint, heavy, Card("a card", 10**12, 1e12, link), steps).seconds
+
+    assert seconds(way(0)) < seconds(way(blocks, keeps=True)) < seconds(way(blocks))
+    assert seconds(way(blocks, blocks)) == seconds(way(blocks))
+    assert seconds(way(blocks, blocks), link=1e4) > seconds(way(blocks), link=1e4)
+    assert seconds(way(blocks, hosts=True), link=1e4) > seconds(way(blocks), link=1e4)
 
 
 def test_passes_asked_for_by_hand_recompute_what_they_must(tmp_path):
@@ -251,17 +295,17 @@ def test_passes_asked_for_by_hand_recompute_what_they_must(tmp_path):
     steps = [[[900, 1200], [300]]]
     for asked in ("null", "3000", "500"):
         config, footprint = footprint_of(tmp_path, f"train.tokens_per_pass={asked}")
-        room = footprint.peak(2100, footprint.blocks) / 0.9
+        room = footprint.peak(2100, way(footprint.blocks)) / 0.9
         choice, predicted = choose(config, footprint, ARITHMETIC, card(room), steps, compiled=False)
         assert choice.most_tokens == (None if asked == "null" else int(asked))
         assert predicted.peak <= room or len(choice.recomputed(footprint.blocks)) == footprint.blocks
-        tight, _ = choose(config, footprint, ARITHMETIC, card(footprint.weights()), steps, compiled=False)
+        tight, _ = choose(config, footprint, ARITHMETIC, card(footprint.other_weights), steps, compiled=False)
         assert len(tight.recomputed(footprint.blocks)) >= footprint.blocks - 1, "the last one makes no difference"
 
 
 def test_the_longest_sample_of_all_decides_not_that_of_some_steps(tmp_path):
     config, footprint = footprint_of(tmp_path)
-    room = card(footprint.peak(5000, footprint.blocks) / 0.9)
+    room = card(footprint.peak(5000, way(footprint.blocks)) / 0.9)
     choice, _ = choose(config, footprint, ARITHMETIC, room, [[[900]]], compiled=False, longest=5000)
     assert choice.most_tokens >= 5000
 

@@ -41,7 +41,7 @@ def recipe(request, tmp_path_factory, data_set):
             "processor": {"multi_resolutions": ["96*96", "128*128", "160*160"]},
         },
         "lora": {"rank": 4},
-        "train": {"max_train_steps": 8, "gradient_checkpointing": False},
+        "train": {"max_train_steps": 8, "gradient_checkpointing": False, "compile": False},
         "validation": {"images": 1, "num_inference_steps": 2},
     }
     for dtype in ("bfloat16", "float16", "float32"):
@@ -51,7 +51,12 @@ def recipe(request, tmp_path_factory, data_set):
     return lambda *overrides: load_config(settings, overrides)
 
 
-@pytest.mark.parametrize("extra", [[], ["train.gradient_checkpointing=true"], ["train.ema={decay: 0.9}"]], ids=str)
+AGAIN = "train.gradient_checkpointing=true"
+
+
+@pytest.mark.parametrize(
+    "extra", [[], [AGAIN], ["train.ema={decay: 0.9}"], [AGAIN, "train.streamed_blocks=3"]], ids=str
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_nothing_waits_for_the_device_inside_a_step(recipe, extra, dtype, request):
     config = recipe(*extra, f"model.dtype={dtype}", f"run_name=sync-{abs(hash((str(extra), dtype)))}")
@@ -107,6 +112,17 @@ def test_a_compiled_run_learns_what_an_uncompiled_one_does(recipe, method):
         steps = (config.run_dir / "metrics.jsonl").read_text().splitlines()
         found[compiled] = [json.loads(step)["loss"] for step in steps]
     assert found["true"] == pytest.approx(found["false"], rel=0.03)
+
+
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_streamed_blocks_train_the_same_bytes(recipe, compiled):
+    """Whoever reads a slot before its weights are there, or after the next ones are, trains something else."""
+    shared = [AGAIN, f"train.compile={compiled}", "train.deterministic=true", "train.max_train_steps=6"]
+    found = [
+        Trainer(recipe(*shared, f"train.streamed_blocks={count}", f"run_name=streamed-{count}-{compiled}")).fit()
+        for count in (0, 1, 3, 100)
+    ]
+    assert len({result.adapter.read_bytes() for result in found}) == 1
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])

@@ -51,13 +51,18 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 def test_any_cut_of_a_step_gives_the_same_parameters(config, optimizer, data):
     tokens = data.draw(st.integers(1, 2500), label="tokens of a pass")
     recomputed = data.draw(st.sampled_from(["true", "false", "2"]), label="recomputed")
+    streamed = data.draw(st.integers(0, 3), label="streamed") if recomputed == "true" else 0
+    keeps, offloads = data.draw(st.booleans(), label="keeps attention"), data.draw(st.booleans(), label="offloads")
     expected = trained(config, f"whole-{optimizer}", optimizer, "train.tokens_per_pass=null")
     found = trained(
         config,
-        f"{optimizer}-{tokens}-{recomputed}",
+        f"{optimizer}-{tokens}-{recomputed}-{streamed}-{keeps}-{offloads}",
         optimizer,
         f"train.tokens_per_pass={tokens}",
         f"train.gradient_checkpointing={recomputed}",
+        f"train.streamed_blocks={streamed}",
+        f"train.keep_attention={keeps}".lower(),
+        f"train.offload_inputs={offloads}".lower(),
     )
     assert_same(found, expected, OPTIMIZERS[optimizer][2])
 
@@ -120,8 +125,8 @@ def test_a_sample_that_does_not_fit_alone_is_recomputed_before_it_is_given_up(co
     recomputing: list[int] = []
 
     def velocity(model, batch):
-        recomputing.append(len(model._recomputed))
-        if not model._recomputed:
+        recomputing.append(len(model._choice.recomputed(5)))
+        if not recomputing[-1]:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return known(model, batch)
 

@@ -33,6 +33,7 @@ ROOMS = [
     "models.registry",
     "config",
     "ragged",
+    "memory",
     "pictures",
     "data",
     "losses",

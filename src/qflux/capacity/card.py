@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from qflux.capacity.flops import PEAKS, peak_of
+from qflux.memory.placing import free_memory
 
-GIB = 2**30
 _LIKE = ((10e9, "RTX 4060"), (14e9, "RTX 4070"), (20e9, "RTX 4080"), (28e9, "RTX 4090"), (40e9, "RTX 5090"),
          (60e9, "L40S"), (100e9, "H100"), (200e9, "H200"))  # fmt: skip
 """A card that has about so much memory: its speed is taken where nobody has said which card it is."""
+_COPIED = 2**26
+"""Bytes of a copy that is timed."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +31,13 @@ class Card:
     @classmethod
     def of(cls, device: torch.device, memory: int | None) -> Card | None:
         """The card that a run is for; none on a CPU, unless somebody says how much memory a card would have."""
-        if device.type == "cuda":
-            held = torch.cuda.memory_allocated(device)  # encoders, for example, that stay
-            free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - held
-            name = torch.cuda.get_device_name(device)
-            return cls(name, min(free, (memory or held + free) - held), peak_of(device) or _like(free)[1])
-        if memory is None:
+        free = free_memory(device, memory)
+        if free is None:
             return None
-        name, flops = _like(memory)
-        return cls(f"a card like {name}", memory, flops)
+        name, flops = _like(free)
+        if device.type != "cuda":
+            return cls(f"a card like {name}", free, flops)
+        return cls(torch.cuda.get_device_name(device), free, peak_of(device) or flops, _measured_link(device))
 
 
 def _like(memory: float) -> tuple[str, float]:
@@ -45,8 +45,15 @@ def _like(memory: float) -> tuple[str, float]:
     return name, PEAKS[name]
 
 
-def limit_memory(device: torch.device, memory: int | None) -> None:
-    """Let this process take no more than was asked for, so that what does not fit is found here and not elsewhere."""
-    if device.type == "cuda" and memory is not None:
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, memory / total), device)
+def _measured_link(device: torch.device) -> float:
+    """Bytes a second from host memory to a device, of the fastest of a few copies."""
+    host = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
+    there, seconds = torch.empty_like(host, device=device), []
+    for _ in range(4):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        there.copy_(host, non_blocking=True)
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1000)
+    return _COPIED / min(seconds)

@@ -15,11 +15,13 @@ import torch
 from torch import nn
 
 from qflux.adapters.lora import inject
-from qflux.capacity.counting import MemoryCount, take_fused_norms
-from qflux.capacity.recomputation import recompute
-from qflux.capacity.streaming import SLOTS
+from qflux.capacity.choice import Choice
 from qflux.config import Config
 from qflux.data.encoded import TextEmbedding
+from qflux.memory.counting import MemoryCount, take_fused_norms
+from qflux.memory.hosting import IN_FLIGHT
+from qflux.memory.recomputation import recompute
+from qflux.memory.streaming import SLOTS
 from qflux.models.family import Family, ModelInputs
 from qflux.models.precision import dtype_of, weight_bytes
 from qflux.ragged.shapes import Shapes
@@ -59,6 +61,8 @@ class BlockKind:
     """If its activations are kept."""
     recomputed: Line
     """If only its inputs are."""
+    attention: Line
+    """What is kept besides, if attention is not computed again."""
 
 
 @dataclass(frozen=True)
@@ -82,34 +86,52 @@ class Footprint:
     def blocks(self) -> int:
         return sum(kind.count for kind in self.kinds)
 
-    def weights(self, streamed: int = 0) -> int:
-        """Bytes of weights on the device, if so many blocks take turns in a few slots."""
-        all_blocks = sum(kind.count * kind.weights for kind in self.kinds)
-        slots = min(SLOTS, streamed) * max(kind.weights for kind in self.kinds)
-        return self.other_weights + all_blocks - self.on_host(streamed) + slots
+    def weights(self, choice: Choice) -> int:
+        """Bytes of weights on the device; those that wait in host memory take turns in a few slots."""
+        sizes, waiting = self._sizes, choice.waiting(self.blocks)
+        staying = sum(sizes) - sum(sizes[place] for place in waiting)
+        slots = min(SLOTS, len(waiting)) * max((sizes[place] for place in waiting), default=0)
+        return self.other_weights + staying + slots
 
-    def on_host(self, streamed: int) -> int:
-        """Bytes of the weights of so many blocks, of all kinds alike."""
-        return streamed * sum(kind.count * kind.weights for kind in self.kinds) // self.blocks
+    def weights_on_host(self, choice: Choice) -> int:
+        """Bytes of the weights that wait in host memory."""
+        return sum(self._sizes[place] for place in choice.waiting(self.blocks))
 
-    def activations(self, recomputed: int, compiled: bool) -> Line:
-        """Of a pass, if the first so many blocks are recomputed.
-
-        The first: when it is their turn in the backward pass, the activations of all others are gone.
-        """
-        of_first, of_others, left = Line(), Line(), recomputed
+    def inputs_on_host(self, choice: Choice) -> Line:
+        """Of a pass: what blocks that are recomputed leave in host memory."""
+        total, left = Line(), len(choice.recomputed(self.blocks)) if choice.hosts_inputs else 0
         for kind in self.kinds:
-            again = min(left, kind.count)
-            left -= again
-            of_first = of_first.plus(kind.recomputed, again)
-            of_others = of_others.plus(kind.stored, kind.count - again)
-        shrink = self.compiled if compiled else 1.0
+            total = total.plus(kind.recomputed, min(left, kind.count))
+            left -= min(left, kind.count)
+        return total
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Bytes of each block, in the order in which they run."""
+        return [kind.weights for kind in self.kinds for _ in range(kind.count)]
+
+    def activations(self, choice: Choice) -> Line:
+        """Of a pass, on the device.
+
+        It is the first blocks that are recomputed: when it is their turn in the backward pass, the activations of all
+        others are gone.
+        """
+        of_first, of_others, again = Line(), Line(), len(choice.recomputed(self.blocks))
+        left = again
+        for kind in self.kinds:
+            count = min(left, kind.count)
+            left -= count
+            on_device = min(IN_FLIGHT, count) if choice.hosts_inputs else count
+            of_first = of_first.plus(kind.recomputed, on_device)
+            of_first = of_first.plus(kind.attention, count if choice.keeps_attention else 0)
+            of_others = of_others.plus(kind.stored, kind.count - count)
+        shrink = self.compiled if choice.compiled else 1.0
         at_end = of_first.plus(of_others, shrink).plus(self.around_stored, shrink)
         # At its peak a block that is computed again has all it would have kept, if it is compiled no more than that.
         again_at_end = of_first.plus(self.around_recomputed)
-        if not recomputed:
+        if not again:
             return at_end
-        return max(at_end, again_at_end, key=lambda line: line(10_000)) if recomputed < self.blocks else again_at_end
+        return max(at_end, again_at_end, key=lambda line: line(10_000)) if again < self.blocks else again_at_end
 
     def sharded(self, processes: int) -> Footprint:
         """Of one of several processes that share the weights: two blocks are gathered while one of them runs."""
@@ -121,9 +143,9 @@ class Footprint:
             trained=self.trained // processes,
         )
 
-    def peak(self, tokens: int, recomputed: int, compiled: bool = False, streamed: int = 0) -> int:
+    def peak(self, tokens: int, choice: Choice) -> int:
         """Bytes at the peak of a step whose largest pass has so many tokens."""
-        return int(self.weights(streamed) + self.trained + self.activations(recomputed, compiled)(tokens))
+        return int(self.weights(choice) + self.trained + self.activations(choice)(tokens))
 
     @classmethod
     def of(cls, config: Config, family: Family, transformer: Any, text: int = 512) -> Footprint:
@@ -141,11 +163,12 @@ class Footprint:
                 inject(transformer, config.lora, config.lora_targets, config.seed)
         trials = _Trials(config, family, transformer, kinds, text)
         (stored, around_stored), (recomputed, around_recomputed) = trials.lines(False), trials.lines(True)
+        attention = [more.plus(less, -1) for more, less in zip(trials.lines(True, True)[0], recomputed, strict=True)]
         if is_full and dtype != "float32":  # autocast keeps a copy of every weight until its gradient is there
             stored = [line.plus(Line(weights / 2)) for line, weights in zip(stored, own, strict=True)]
             around_recomputed = around_recomputed.plus(Line(max(own) / 2))
         return cls(
-            kinds=tuple(BlockKind(*each) for each in zip(counts, own, stored, recomputed, strict=True)),
+            kinds=tuple(BlockKind(*each) for each in zip(counts, own, stored, recomputed, attention, strict=True)),
             other_weights=whole - sum(count * weights for count, weights in zip(counts, own, strict=True)),
             trained=_trained(transformer, kinds, counts, config),
             around_stored=around_stored,
@@ -198,10 +221,10 @@ class _Trials:
         self._kinds = [kind[:_KEPT] for kind in kinds]
         self._text = text
 
-    def lines(self, again: bool) -> tuple[list[Line], Line]:
+    def lines(self, again: bool, keeps_attention: bool = False) -> tuple[list[Line], Line]:
         """What a block of each kind keeps, and what there is beside, with or without recomputation."""
         chosen = {id(block) for block in self._family.blocks(self._transformer)} if again else set[int]()
-        recompute(self._transformer, chosen)
+        recompute(self._transformer, chosen, keeps_attention)
         (few, of_few, beside_few), (more, of_more, beside_more) = (self._trial(rows) for rows in (16, 32))
         of_kinds = [Line.through((few, a), (more, b)) for a, b in zip(of_few, of_more, strict=True)]
         return of_kinds, Line.through((few, beside_few), (more, beside_more))

@@ -70,10 +70,10 @@ class Config(Section):
         if self.model.quantization == "nf4" and self.lora.type in ("lokr", "loha"):
             raise ValueError(f"lora.type: {self.lora.type} can't be put on an nf4 base; use fp8, int8 or another type")
         if self.train.streamed_blocks not in ("auto", 0):
-            if self.train.method == "full" or self.train.distributed == "fsdp" or self.model.quantization:
+            if self.train.method == "full" or self.train.distributed == "fsdp" or self.model.quantization == "nf4":
                 raise ValueError(
-                    "train.streamed_blocks is for a LoRA over a base that is neither quantized nor sharded: "
-                    "what trains has to stay, and FSDP moves its own"
+                    "train.streamed_blocks is for a LoRA over a base that is not sharded, and not quantized to nf4: "
+                    "what trains has to stay, FSDP moves its own, and bitsandbytes keeps scales apart from weights"
                 )
             if self.train.gradient_checkpointing not in ("auto", True):
                 raise ValueError("train.streamed_blocks need train.gradient_checkpointing: auto or true")

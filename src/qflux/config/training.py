@@ -122,9 +122,20 @@ class TrainSettings(Section):
         json_schema_extra=FREE,
     )
     streamed_blocks: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
-        default=0,
+        default="auto",
         description="blocks whose frozen weights stay in host memory and are copied to the GPU when it is their turn; "
-        "they are recomputed. auto: as many as must. Tested on CPUs, not yet on a GPU",
+        "they are recomputed. auto: as many as must",
+        json_schema_extra=FREE,
+    )
+    keep_attention: bool | Literal["auto"] = Field(
+        default="auto",
+        description="recomputed blocks keep what attention gave, as large as their input, and do not compute it again. "
+        "auto: where there is room",
+        json_schema_extra=FREE,
+    )
+    offload_inputs: bool | Literal["auto"] = Field(
+        default="auto",
+        description="inputs of recomputed blocks wait in host memory. auto: where that lets a step run faster",
         json_schema_extra=FREE,
     )
     compile: bool | Literal["auto"] = Field(

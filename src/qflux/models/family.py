@@ -56,6 +56,8 @@ class ModelInputs:
     guidance: float
     padded: bool = False
     """Run the padded reference instead of the packed layout."""
+    ragged: bool = False
+    """Run samples of one shape, too, as samples of different shapes run: only there attention can be kept."""
     onward: Tensor | None = None
     """Noise levels that sampling goes on to; none in training, where a step leads nowhere."""
     memory: PrefixMemory | None = None
@@ -68,7 +70,7 @@ class ModelInputs:
     def layout(self, arrangements: Sequence[Arrangement] | None = None) -> RaggedLayout:
         """Where the tokens lie; `arrangements` are for families whose images do not simply follow the text."""
         images = [shapes.images for shapes in self.shapes]
-        packed = PackedLayout.from_shapes(self.text_lengths, images, self.images.device, arrangements)
+        packed = PackedLayout.from_shapes(self.text_lengths, images, self.images.device, arrangements, self.ragged)
         return PaddedLayout.of(packed) if self.padded else packed
 
 

@@ -12,7 +12,7 @@ import diffusers
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from qflux.config import ModelSettings
 from qflux.errors import CheckpointError
@@ -142,6 +142,8 @@ def load_part(
     missing = sorted(key for key in found["missing_keys"] if not key.endswith("num_batches_tracked"))
     if missing:
         raise CheckpointError(f"{folder / part} lacks {len(missing)} weights, {missing[0]} first", _REPAIR)
+    if hasattr(model, "lm_head"):  # it would make words of hidden states, which is all that prompts are read for
+        model.lm_head = nn.Identity()
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -7,16 +7,27 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from qflux.config import Config
 from qflux.errors import CheckpointError, ConfigError
 from qflux.launch import launched
+from qflux.memory.counting import MemoryCount
+from qflux.memory.placing import free_memory, limit_memory, model_bytes, place
+from qflux.models.encoding import encoder_of
 from qflux.models.facts import Described, Facts
 from qflux.models.family import Encoder, Family, TextCounter, text_limit
 from qflux.models.loading import checkpoint_folder, load_transformer
 from qflux.models.precision import dtype_of
 from qflux.models.projection import ProjectedText, projection_weights
 from qflux.models.registry import described, families_of, local_folder
+
+_SIDE = 1024
+"""Of the image that there has to be room for."""
+_FOR_TEXT = 2**30
+"""Bytes that a text encoder needs besides its weights."""
+_FOR_KERNELS = 1.25
+"""What convolutions take for themselves is not counted."""
 
 
 class Pretrained:
@@ -74,10 +85,51 @@ class Pretrained:
                 "set model.pretrained to the checkpoint that it was made from.",
             )
 
-    def components(self, parts: Sequence[str]) -> Any:
-        """These parts, under the names that the family's pipeline has for them."""
+    def loaded(self, parts: Sequence[str]) -> Any:
+        """These parts in host memory, under the names that the family's pipeline has for them."""
         self.facts  # noqa: B018  (a checkpoint of another family is an error that says so)
-        return self.family.load(self.settings.pretrained, parts, self.dtype, self.device)
+        return self.family.load(self.settings.pretrained, parts, self.dtype, torch.device("cpu"))
+
+    def components(self, parts: Sequence[str]) -> Any:
+        """The same on the device."""
+        components = self.loaded(parts)
+        self.place(components)
+        return components
+
+    def place(self, components: Any) -> None:
+        """Put all models of some components on the device; blocks that there is no room for wait in host memory.
+
+        The image encoder stays, and leaves room for an image. A transformer comes next: it runs many times where text
+        encoders run once. Of these, small ones have first choice.
+        """
+        limit_memory(self.device, self._config.memory)
+        models = {name: part for name, part in vars(components).items() if isinstance(part, nn.Module)}
+        images = [models.pop(part) for part in self.family.image_parts if part in models]
+        for model in images:
+            model.to(self.device)
+        transformer = [models.pop("transformer")] if "transformer" in models else []
+        free = free_memory(self.device, self._config.memory)
+        room = None if free is None else free - self._workspace(components if images else None)
+        place([*transformer, *sorted(models.values(), key=model_bytes)], self.device, room)
+
+    def _workspace(self, components: Any) -> int:
+        """Bytes that the models themselves leave free: for an image of a megapixel, if there is an image encoder."""
+        if components is None:
+            return _FOR_TEXT
+        image = self.family.image_parts[0]
+        with torch.device("meta"):
+            vae = type(getattr(components, image)).from_config(getattr(components, image).config)
+        empty = type(components)(**{image: vae.to(self.dtype).requires_grad_(False)})
+        encoder, side = self.family.encoder(empty, self.text_limit), _SIDE // self.family.pixels_per_token
+        tokens = torch.empty(side**2, self.family.facts.image_channels, dtype=self.dtype, device="meta")
+        with torch.no_grad(), MemoryCount([*vae.parameters(), *vae.buffers()]) as count:
+            encoder.decode_image(tokens, (1, side, side))
+        return int(_FOR_KERNELS * count.peak)
+
+    @property
+    def first_stop(self) -> torch.device:
+        """Where a transformer goes before it is placed: bitsandbytes quantizes on the GPU only."""
+        return self.device if self.settings.quantization == "nf4" else torch.device("cpu")
 
     def transformer(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
         """The transformer, frozen; in another dtype or place than the config's if one is given."""
@@ -89,17 +141,17 @@ class Pretrained:
         """The text encoders ("text"), the image encoder ("image"), or both; text is as training takes it."""
         parts = {"text": self.family.text_parts, "image": self.family.image_parts}
         wanted = [part for kind in kinds for part in parts[kind]]
-        encoder = self.family.encoder(self.components(wanted), self.text_limit)
+        encoder = encoder_of(self.family, self.components(wanted), self.text_limit)
         weights = projection_weights(self._config) if "text" in kinds else None
         return ProjectedText.of(encoder, weights, self.device, self.dtype) if weights else encoder
 
     def scheduler(self) -> Any:
         """The noise schedule of the checkpoint."""
-        return self.components(("scheduler",)).scheduler
+        return self.loaded(("scheduler",)).scheduler
 
     def text_counter(self) -> TextCounter:
         """How long a prompt is, from the checkpoint's tokenizer."""
-        return self.family.text_counter(self.components(self.family.tokenizer_parts), self.text_limit)
+        return self.family.text_counter(self.loaded(self.family.tokenizer_parts), self.text_limit)
 
     def release_memory(self) -> None:
         """Give back what parts that are gone have left allocated."""

@@ -27,6 +27,8 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from qflux.ragged.kept import fused
+
 LONG_SAMPLE = 2048
 """Mean tokens per sample from which one cuDNN call per sample beats one variable-length call for all."""
 
@@ -57,8 +59,10 @@ def ragged_attention(
     if prefers_varlen(query, lengths):
         from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  (registers CUDA ops on import)
 
-        out = varlen_attn(query, key, value, offsets, key_offsets, max(lengths), max(reaches))
-        return cast(Tensor, out)
+        def all_at_once(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return cast(Tensor, varlen_attn(query, key, value, offsets, key_offsets, max(lengths), max(reaches)))
+
+        return fused(all_at_once, query, key, value)
     samples = zip(query.split(lengths), key.split(reaches), value.split(reaches), strict=True)
     with sdpa_kernel(BY_SPEED, set_priority=True):
         out = torch.cat([_attend_one(q, k, v) for q, k, v in samples])
@@ -67,8 +71,7 @@ def ragged_attention(
 
 def described_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """On the meta device, where nothing is computed: what a fused kernel would keep, and what it would return."""
-    described: Tensor = _Described.apply(query, key, value)
-    return described
+    return fused(_Described.apply, query, key, value)
 
 
 class _Described(torch.autograd.Function):
@@ -123,7 +126,7 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) ->
 
 def _attend_one(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     q, k, v = heads_first(query, key, value)
-    return tokens_first(F.scaled_dot_product_attention(q, k, v))
+    return tokens_first(fused(F.scaled_dot_product_attention, q, k, v))
 
 
 def heads_first(*tensors: Tensor) -> list[Tensor]:

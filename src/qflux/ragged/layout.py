@@ -132,10 +132,14 @@ class PackedLayout(RaggedLayout):
         img_shapes: Sequence[Sequence[ImageShape]],
         device: torch.device | str | None = None,
         arrangements: Sequence[Arrangement] | None = None,
+        ragged: bool = False,
     ) -> PackedLayout:
-        """The layout of samples with these text lengths and these images (target first)."""
+        """The layout of samples with these text lengths and these images (target first).
+
+        With `ragged` it is never taken to be an ordinary batch.
+        """
         image_lengths = [image_tokens(shapes) for shapes in img_shapes]
-        uniform = len(set(text_lengths)) == 1 and len({tuple(shapes) for shapes in img_shapes}) == 1
+        uniform = len(set(text_lengths)) == 1 and len({tuple(shapes) for shapes in img_shapes}) == 1 and not ragged
         return cls.build(text_lengths, image_lengths, device, uniform, arrangements)
 
     # A graph break on purpose: a loop over samples inside a compiled graph would be unrolled and compiled anew for

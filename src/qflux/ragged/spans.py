@@ -29,6 +29,7 @@ from qflux.ragged.attention import (
     tokens_first,
     under_autocast,
 )
+from qflux.ragged.kept import fused
 from qflux.ragged.transfer import upload
 
 FEW = 4
@@ -167,8 +168,11 @@ class _Group:
 
             query, key, value = (torch.cat(parts) for parts in (queries, keys, values))
             options = _lower_right(varlen_attn) if self.causal else {}
-            out = varlen_attn(query, key, value, *self.offsets, *self.longest, **options)
-            return cast(Tensor, out).split(self.widths)
+
+            def all_at_once(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+                return cast(Tensor, varlen_attn(query, key, value, *self.offsets, *self.longest, **options))
+
+            return fused(all_at_once, query, key, value).split(self.widths)
         return [_attend(q, k, v, self.causal) for q, k, v in zip(queries, keys, values, strict=True)]
 
 
@@ -178,16 +182,17 @@ def _lower_right(varlen: Any) -> dict[str, Any]:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-    q, k, v = heads_first(query, key, value)
-    if not causal:
-        out = F.scaled_dot_product_attention(q, k, v)
-    elif q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and has_flash(q.device.index):
+    kernel = _causal if causal else F.scaled_dot_product_attention
+    return tokens_first(fused(kernel, *heads_first(query, key, value)))
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and has_flash(query.device.index):
         # What torch calls for `causal_lower_right`, without what it looks at before.
-        out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
-    else:
-        seen = torch.ones(len(query), len(key), dtype=torch.bool, device=q.device).tril(len(key) - len(query))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-    return tokens_first(out)
+        return cast(Tensor, torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, is_causal=True)[0])
+    queries, keys = query.shape[2], key.shape[2]
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
 
 
 class _Take(torch.autograd.Function):

@@ -18,6 +18,7 @@ from qflux.config import Config, ProcessorSettings, load_config
 from qflux.data.images.pixels import to_image
 from qflux.errors import ConfigError
 from qflux.files.hashing import file_hash
+from qflux.models.encoding import encoder_of
 from qflux.models.facts import Facts
 from qflux.models.family import Family, text_limit
 from qflux.models.loading import transformer_identity
@@ -49,7 +50,7 @@ class Predictor:
         self._sampler = Sampler(
             family, components.transformer, components.scheduler, self._facts.sigmas, config.predict.keep_prefix
         )
-        self._encoder = family.encoder(components, text_limit(config, family))
+        self._encoder = encoder_of(family, components, text_limit(config, family))
         self._settings = config.predict
         self.prepare = Preparer(
             family,
@@ -179,9 +180,10 @@ def _finished(image: Image.Image, edit: Prepared) -> Image.Image:
 def load_predictor(pretrained: Pretrained, config: Config, adapters: Sequence[Weighted] = ()) -> Predictor:
     """Everything loaded for predictions, with any number of adapters."""
     family = pretrained.family
-    components = pretrained.components(("scheduler", *family.text_parts, *family.image_parts))
-    components.transformer = pretrained.transformer()
+    components = pretrained.loaded(("scheduler", *family.text_parts, *family.image_parts))
+    components.transformer = pretrained.transformer(device=pretrained.first_stop)
     records = attach_all(components.transformer, family, adapters) if adapters else []
+    pretrained.place(components)
     return Predictor(family, components, config, _preprocessing(config, records), pretrained.facts)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from qflux.adapters.files import Record, names_of, read_adapter, write_product
 from qflux.adapters.lora import ADAPTER, adapter_tensors, inject, trainable, trained_layers
 from qflux.adapters.merge import write_transformer
 from qflux.capacity.choice import Choice
-from qflux.capacity.recomputation import recompute
-from qflux.capacity.streaming import StreamedBlocks, spread
 from qflux.config import Config
 from qflux.data.batch import Batch
+from qflux.memory.recomputation import recompute
+from qflux.memory.streaming import StreamedBlocks
 from qflux.models import Family
 from qflux.models.family import ModelInputs
 from qflux.models.precision import dtype_of
@@ -80,31 +81,35 @@ class TrainedModel:
     def _set_up_blocks(self) -> None:
         """Recomputation, compilation, then streaming or sharding: each works on what the one before has made."""
         settings, blocks = self._config.train, self.family.blocks(self.transformer)
-        self._recomputed: set[int] = set()
-        again = blocks[: self._choice.first][:: self._choice.every]
-        streamed = spread(min(self._choice.streamed, len(blocks)), len(blocks)) if self._choice.streamed else []
-        if again:
-            self._recompute(again)
+        streamed = [blocks[place] for place in self._choice.waiting(len(blocks))]
+        self._recompute(self._choice)
         if self._choice.compiled:
             compile_blocks(blocks)
         if streamed:  # the rest goes to the device; these come when it is their turn
-            self._streamed = StreamedBlocks([blocks[place] for place in streamed], self._device)
+            StreamedBlocks(streamed, self._device)
             self.transformer.to(self._device)
         if self._world.size > 1 and settings.distributed == "fsdp":
             self._world.shard(self.transformer, blocks, self._device)
             if self._device.type == "cuda":
                 self.transformer.to(self._device)  # buffers; parameters are there already
 
-    def _recompute(self, blocks: Sequence[nn.Module]) -> None:
-        self._recomputed.update(map(id, blocks))
-        recompute(self.transformer, self._recomputed)
-
-    def recompute_all(self) -> bool:
-        """Let every block compute its activations again; whether that is something new."""
+    def _recompute(self, choice: Choice) -> None:
         blocks = self.family.blocks(self.transformer)
-        before = len(self._recomputed)
-        self._recompute(blocks)
-        return len(self._recomputed) > before
+        again = {id(blocks[place]) for place in choice.recomputed(len(blocks))}
+        if again:
+            recompute(self.transformer, again, choice.keeps_attention, choice.hosts_inputs)
+
+    def take_less_memory(self) -> bool:
+        """Let every block compute all of its activations again, from inputs that wait in host memory.
+
+        False if that is what they do already.
+        """
+        now, blocks = self._choice, len(self.family.blocks(self.transformer))
+        if len(now.recomputed(blocks)) == blocks and now.hosts_inputs and not now.keeps_attention:
+            return False
+        self._choice = least = replace(now, first=None, every=1, keeps_attention=False, hosts_inputs=True)
+        self._recompute(least)
+        return True
 
     def velocity(self, batch: Batch) -> Tensor:
         """The velocity `(M, C)` of the target tokens of a batch."""
@@ -115,6 +120,8 @@ class TrainedModel:
             sigma=batch.sigma,
             guidance=self._config.train.guidance,
             padded=self._config.train.execution == "padded",
+            # torch's compiler fails on diffusers' own blocks if several samples of one shape go through them at once.
+            ragged=self._choice.keeps_attention or (self._choice.compiled and len(batch.samples) > 1),
         )
         with self.computing():
             prediction, _ = batch.images.split(self.family.velocity(self.transformer, inputs))

@@ -70,8 +70,8 @@ class Passes:
         if len(shortage.lengths) > 1:
             self.batches.most_tokens = max(*shortage.lengths, shortage.tokens // 2)
             remedy = f"from here on a pass has at most {self.batches.most_tokens:,} tokens"
-        elif self.model.recompute_all():
-            remedy = "from here on every block is recomputed"
+        elif self.model.take_less_memory():
+            remedy = "from here on every block is recomputed, from inputs that wait in host memory"
         else:
             raise shortage.error(self.config)
         gc.collect()

@@ -89,7 +89,7 @@ def velocity(transformer: Any, inputs: ModelInputs) -> Tensor:
         [sample.control_tokens for sample in shapes],
         device,
         padded=inputs.padded,
-        uniform=len(set(inputs.text_lengths)) == 1 and len(set(shapes)) == 1,
+        uniform=len(set(inputs.text_lengths)) == 1 and len(set(shapes)) == 1 and not inputs.ragged,
     )
     targets, controls = layout.images.split(inputs.images.to(dtype))
     jump = None

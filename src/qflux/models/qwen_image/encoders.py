@@ -38,7 +38,7 @@ class QwenImageEncoder:
         texts = [self._template.fill(prompt.text, len(prompt.images)) for prompt in prompts]
         inputs = processor(text=texts, images=[i for p in prompts for i in p.images] or None).to(encoder.device)
         # The pipelines pass nothing that tells image tokens from text tokens, so neither does this: see decisions.md.
-        hidden = encoder(
+        hidden = encoder.model(  # without its head, which would make a word of every token
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
             pixel_values=inputs.get("pixel_values"),

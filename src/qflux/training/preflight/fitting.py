@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
-from qflux.capacity.card import Card, limit_memory
-from qflux.capacity.choice import Choice, Prediction, Step, choose, compiles, without_a_card
+from qflux.capacity.card import Card
+from qflux.capacity.choice import Choice
 from qflux.capacity.footprint import Footprint
+from qflux.capacity.planner import Prediction, Step, choose, compiles, without_a_card
 from qflux.config import Config
 from qflux.data.plan import TrainingPlan
 from qflux.files.atomic import write_json
+from qflux.memory.placing import limit_memory
 from qflux.models.family import Family
 from qflux.models.loading import empty_transformer
 from qflux.runs.paths import RunPaths
@@ -34,6 +36,8 @@ _SETTINGS = (
     "tokens_per_pass",
     "gradient_checkpointing",
     "streamed_blocks",
+    "keep_attention",
+    "offload_inputs",
     "compile",
 )
 

@@ -1,23 +1,24 @@
 """Frozen blocks whose weights stay in host memory, and are copied to the device ahead of their use.
 
-A few slots on the device take turns: block i always runs from slot i modulo their number, so its parameters never
-move; only what the slot holds changes. Blocks run forward one after another, and backward in the opposite order: when
-one begins, the next ones are on their way already, on a stream of their own. Nothing is ever copied back.
+Two slots on the device take turns: block i always runs from slot i modulo two, so its weights never move; only what the
+slot holds changes. Blocks run forward one after another, and backward in the opposite order: when one begins, the next
+one is on its way already, on a stream of its own. Nothing is ever copied back.
 
-Such blocks are recomputed. What autograd keeps of a block for later would be a view of a slot, which by then holds the
-weights of another block.
+Blocks that train are recomputed. What autograd keeps of a block for later would be a view of a slot, which by then
+holds the weights of another block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-SLOTS = 3
-"""One that runs, and two that are on their way or still here when the direction changes."""
+SLOTS = 2
+"""One that runs, and one that is on its way."""
 _ALIGNED = 512
 """Bytes at whose multiples tensors begin in a slot, as they would anywhere else on a device."""
 
@@ -27,9 +28,8 @@ class StreamedBlocks:
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
         """`blocks` are in the order in which they run; what does not train of them is taken to the host."""
-        self._device = device
-        frozen = [[p for p in block.parameters() if not p.requires_grad] for block in blocks]
-        sizes = [sum(map(_room, parameters)) for parameters in frozen]
+        frozen = [[leaf for p in block.parameters() if not p.requires_grad for leaf in leaves(p)] for block in blocks]
+        sizes = [sum(map(_room, tensors)) for tensors in frozen]
         count = min(SLOTS, len(blocks))
         self._slots = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(count)]
         self._holds: list[int | None] = [None] * count
@@ -37,8 +37,8 @@ class StreamedBlocks:
         self._stream = torch.cuda.Stream(device) if is_cuda else None
         self._arrived: list[torch.cuda.Event | None] = [None] * count
         self._host = [
-            self._moved(parameters, size, self._slots[place % count], pinned=is_cuda)
-            for place, (parameters, size) in enumerate(zip(frozen, sizes, strict=True))
+            self._moved(tensors, size, self._slots[place % count], pinned=is_cuda)
+            for place, (tensors, size) in enumerate(zip(frozen, sizes, strict=True))
         ]
         self._last = -1
         for place, block in enumerate(blocks):
@@ -48,15 +48,15 @@ class StreamedBlocks:
     def host_bytes(self) -> int:
         return sum(weights.numel() for weights in self._host)
 
-    def _moved(self, parameters: Sequence[nn.Parameter], size: int, slot: Tensor, pinned: bool) -> Tensor:
-        """The weights of a block in one piece of host memory; its parameters become views of their slot."""
-        host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    def _moved(self, tensors: Sequence[Tensor], size: int, slot: Tensor, pinned: bool) -> Tensor:
+        """The weights of a block in one piece of host memory; they become views of their slot."""
+        host = torch.empty(size, dtype=torch.uint8)
         start = 0
-        for parameter in parameters:
-            _view(host, start, parameter).copy_(parameter.data)
-            parameter.data = _view(slot, start, parameter)
-            start += _room(parameter)
-        return host
+        for tensor in tensors:
+            _view(host, start, tensor).copy_(tensor.data)
+            tensor.data = _view(slot, start, tensor)
+            start += _room(tensor)
+        return page_locked(host) if pinned else host
 
     def _attend(self, place: int, block: Any) -> None:
         """Have the weights there whenever a block is called: outside of what is compiled, and of what is recomputed."""
@@ -101,13 +101,40 @@ class StreamedBlocks:
         self._arrived[number] = arrived
 
 
+def leaves(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that a tensor is made of: itself, or numbers in fewer bits and their scales."""
+    inner = getattr(tensor, "__tensor_flatten__", None)
+    if inner is None:
+        yield tensor
+        return
+    for name in inner()[0]:
+        yield from leaves(getattr(tensor, name))
+
+
 def spread(streamed: int, blocks: int) -> list[int]:
     """Which of so many blocks are streamed: evenly spread, so that there is time between them."""
     return [place * blocks // streamed for place in range(streamed)]
 
 
-def _room(parameter: Tensor) -> int:
-    return -(-parameter.numel() * parameter.element_size() // _ALIGNED) * _ALIGNED
+def page_locked(host: Tensor) -> Tensor:
+    """The same memory, from which a device can copy by itself.
+
+    torch's own pinned memory comes in powers of two: a model of 22 GB could take 40.
+    """
+    address = host.data_ptr()
+    status = torch.cuda.cudart().cudaHostRegister(address, host.numel() * host.element_size(), 0)
+    if int(status):  # a system that allows little of it, perhaps; torch's own way says what is wrong
+        return host.pin_memory()
+    weakref.finalize(host.untyped_storage(), _unlock, address)
+    return host
+
+
+def _unlock(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _room(tensor: Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // _ALIGNED) * _ALIGNED
 
 
 def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:

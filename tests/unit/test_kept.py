@@ -1,0 +1,120 @@
+"""A recomputed block that keeps what attention gave: the same gradients to the bit, and the kernel runs once."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from qflux.memory.hosting import HostedInputs
+from qflux.memory.recomputation import Recomputation
+from qflux.ragged.kept import fused
+
+
+class Kernel:
+    """Attention that counts how often it runs, and remembers what it gave."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.given: list[weakref.ref[Tensor]] = []
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.runs += 1
+        self.given += [weakref.ref(each.untyped_storage()) for each in (query, key, value)]
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+class Block(nn.Module):
+    """Attention several times, over parts of its tokens, from one product for all or from three."""
+
+    def __init__(self, kernel: Kernel, shares_memory: bool, cuts: list[int]) -> None:
+        super().__init__()
+        self.kernel, self.cuts = kernel, cuts
+        widths = [48] if shares_memory else [16] * 3
+        self.inner = nn.ModuleList(nn.Linear(16, width) for width in widths)
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, tokens: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        joint = torch.cat([tokens, other])
+        parts = torch.cat([layer(joint) for layer in self.inner], dim=-1) if len(self.inner) == 3 else None
+        parts = self.inner[0](joint) if parts is None else parts
+        query, key, value = (part.unflatten(-1, (2, 8)) for part in parts.chunk(3, dim=-1))
+        pieces = []
+        for q, k, v in zip(*(each.split(self.cuts) for each in (query, key, value)), strict=True):
+            heads = (each[None].transpose(1, 2) for each in (q, k, v))
+            pieces.append(fused(self.kernel, *heads).squeeze(0).transpose(0, 1))
+        joint = joint + self.out(torch.cat(pieces).flatten(1))
+        return joint[: len(tokens)], joint[len(tokens) :]
+
+
+def gradients(blocks: list[Block], rows: tuple[int, int], run) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    first, second = (torch.randn(count, 16, generator=generator).requires_grad_() for count in rows)
+    tokens, other = first * 1, second * 1
+    for block in blocks:
+        block.zero_grad()
+        tokens, other = run(block, tokens, other)
+    (tokens.square().sum() + other.square().sum()).backward()
+    return [first.grad, second.grad, *(p.grad.clone() for block in blocks for p in block.parameters())]
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_kept_attention_and_hosted_inputs_give_the_same_gradients_to_the_bit(data):
+    cuts = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4), label="samples")
+    count = data.draw(st.integers(1, 4), label="blocks")
+    chosen = data.draw(st.sets(st.integers(0, count - 1)), label="recomputed")
+    keeps, hosts = data.draw(st.booleans(), label="keeps"), data.draw(st.booleans(), label="hosts")
+    torch.manual_seed(0)
+    kernel = Kernel()
+    blocks = [Block(kernel, data.draw(st.booleans()), cuts) for _ in range(count)]
+    rows = data.draw(st.integers(0, sum(cuts)), label="rows of the first stream")
+    sizes = (rows, sum(cuts) - rows)
+    expected = gradients(blocks, sizes, lambda block, *args: block(*args))
+    recomputed = {id(blocks[place]) for place in chosen}
+    run = Recomputation(recomputed, keeps, HostedInputs() if hosts else None)
+    for _ in range(2):
+        kernel.runs = 0
+        found = gradients(blocks, sizes, run)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert kernel.runs == len(cuts) * (count if keeps else count + len(chosen))
+
+
+def test_queries_keys_and_values_are_gone_until_they_are_computed_again():
+    kernel = Kernel()
+    blocks = [Block(kernel, True, [5, 3]) for _ in range(3)]
+    run = Recomputation({id(block) for block in blocks}, keeps_attention=True)
+    tokens, other = torch.randn(4, 16).requires_grad_() * 1, torch.randn(4, 16).requires_grad_() * 1
+    for block in blocks:
+        tokens, other = run(block, tokens, other)
+    gc.collect()
+    assert all(reference() is None for reference in kernel.given)
+    (tokens.sum() + other.sum()).backward()
+
+
+def test_hosted_inputs_leave_nothing_behind_if_there_is_no_backward_pass():
+    hosted = HostedInputs()
+    blocks = [Block(Kernel(), False, [8]) for _ in range(3)]
+    run = Recomputation({id(block) for block in blocks}, hosted=hosted)
+    for _ in range(2):
+        tokens, other = torch.randn(4, 16).requires_grad_() * 1, torch.randn(4, 16).requires_grad_() * 1
+        for block in blocks:
+            tokens, other = run(block, tokens, other)
+        del tokens, other
+        gc.collect()
+        assert hosted._newest() is None
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_without_a_gradient_nothing_is_recorded(keeps):
+    kernel = Kernel()
+    block = Block(kernel, True, [8])
+    with torch.no_grad():
+        Recomputation({id(block)}, keeps)(block, torch.randn(4, 16), torch.randn(4, 16))
+    assert kernel.runs == 1
