@@ -1,10 +1,13 @@
-"""Is the memory of a step what was predicted, and is what the planner chooses the fastest?
+"""Does a run fit where the planner says it does, as it says it does, and is what it chooses the fastest?
 
-    python benchmarks/capacity.py memory [--models flux klein …] [--compiled]     # predicted against measured peaks
-    python benchmarks/capacity.py grid [--models flux]                            # the choice against all others
+    python benchmarks/capacity.py grid                    # a step on the whole card: the choice against others
+    python benchmarks/capacity.py limited                 # the same samples with less and less memory
+    python benchmarks/capacity.py others                  # prompts, images and edits within 12 GiB
 
-Needs CUDA. Full-size transformers with random weights and a LoRA of rank 16, bf16. The memory is that of the tensors
-(`torch.cuda.max_memory_allocated`), after a step in which the optimizer has made its own.
+Needs CUDA; without it a scaled-down model shows that the program works. Full-size models with random weights, LoRA of
+rank 16, bfloat16, blocks compiled. "Predicted" is what `qflux check` would say; memory is that of the tensors
+(`torch.cuda.max_memory_allocated`) after a step in which the optimizer has made its own. Limits are
+`torch.cuda.set_per_process_memory_fraction`: the allocator gets no more.
 """
 
 from __future__ import annotations
@@ -12,157 +15,254 @@ from __future__ import annotations
 import argparse
 import gc
 import tempfile
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from mixed_batch import BATCHES, FULL, Batch, Scale, build_model, inputs_of, measure
+from full_encoders import full_components
+from mixed_batch import BATCHES, FULL, SMALL, Batch, Scale, build_model, inputs_of, measure
 
 from qflux.capacity.card import Card
 from qflux.capacity.choice import Choice
 from qflux.capacity.footprint import Footprint
-from qflux.capacity.planner import choose
+from qflux.capacity.planner import choose, predict
 from qflux.config import Config, load_config
 from qflux.data.cut import evenly, in_order
-from qflux.memory.placing import GIB
+from qflux.data.encoded import Prompt, TextLimit
+from qflux.memory.placing import GIB, limit_memory, model_bytes, place
 from qflux.memory.recomputation import recompute
+from qflux.memory.streaming import StreamedBlocks
 from qflux.models import get_family
+from qflux.models.encoding import encoder_of
+from qflux.models.family import Arithmetic
 from qflux.models.loading import empty_transformer
 from qflux.ragged.compilation import compile_blocks
 
-SIZES = {
-    "one, 1024 px": (4096,),
-    "two, 512 px": (1024, 1024 + 64),
-    "four, 19 %": BATCHES["four, 19 %"],
-    "four, 45 %": BATCHES["four, 45 %"],
-    "sixteen small": BATCHES["sixteen small"],
-}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SCALES = FULL if DEVICE == "cuda" else SMALL
+EDITS = {"flux": (4096,) * 2, "qwen": (4096,) * 2, "klein": (1024,) * 6}
+"""Target tokens of what is trained in `limited`: two edits of 1024 x 1024 pixels, or six of 512 x 512: 16k tokens."""
+LIMITS = {"flux": (24, 16, 12, 8), "qwen": (24, 16, 12), "klein": (16, 8)}
+HEAD = "| step | passes | recomputed | in host memory | s/step | peak GiB | predicted GiB | predicted / measured | |"
 
 
-def config_of(scale: Scale) -> Config:
-    """A config whose checkpoint is a description without weights."""
-    folder = Path(tempfile.mkdtemp())
-    with torch.device("meta"):
-        get_family(scale.family).transformer(**scale.shape).save_config(folder / "transformer")
-    settings = {
-        "family": scale.family,
-        "model": {"pretrained": str(folder)},
-        "data": {"path": str(folder)},
-        "lora": {"rank": 16},
-        "cache": {"project_text": False},
-    }
-    return load_config(settings)
+@dataclass
+class Bench:
+    """A model of one scale, and what is predicted of it."""
 
+    name: str
 
-def described(scale: Scale) -> tuple[Config, Any, Footprint]:
-    """A config, what its transformer computes, and the memory that takes."""
-    config, family = config_of(scale), get_family(scale.family)
-    with torch.device("meta"):
-        transformer = empty_transformer(family.transformer, config.model)
-    return config, family.arithmetic(transformer), Footprint.of(config, family, transformer, max(scale.text_lengths))
+    def __post_init__(self) -> None:
+        self.scale: Scale = SCALES[self.name]
+        self.family = get_family(self.scale.family)
+        folder = Path(tempfile.mkdtemp())
+        with torch.device("meta"):
+            self.family.transformer(**self.scale.shape).save_config(folder / "transformer")
+        settings = {
+            "family": self.scale.family,
+            "model": {"pretrained": str(folder), "dtype": str(self.scale.dtype).removeprefix("torch.")},
+            "data": {"path": str(folder)},
+            "lora": {"rank": 16},
+            "cache": {"project_text": False},
+        }
+        self.config: Config = load_config(settings)
+        with torch.device("meta"):
+            transformer = empty_transformer(self.family.transformer, self.config.model)
+        self.arithmetic: Arithmetic = self.family.arithmetic(transformer)
+        self.footprint = Footprint.of(self.config, self.family, transformer, max(self.scale.text_lengths))
+        self.compiled = DEVICE == "cuda"
+        self.model: Any = None
 
+    def card(self, memory: int | None) -> Card:
+        found = Card.of(torch.device(DEVICE), memory)
+        if found is None:
+            return Card("no card", 2**34, 1e12)
+        return found
 
-def batch_of(scale: Scale, targets: Sequence[int], start: int = 0) -> Batch:
-    texts = (scale.text_lengths * 16)[start : start + len(targets)]
-    return Batch(list(targets), list(texts))
+    def batch(self, targets: Sequence[int], start: int = 0) -> Batch:
+        """Some of the samples of a step, the first of which is number `start`."""
+        texts = (self.scale.text_lengths * 16)[start : start + len(targets)]
+        return Batch(list(targets), list(texts))
 
-
-def set_recomputed(model: Any, scale: Scale, count: int) -> None:
-    recompute(model, {id(block) for block in get_family(scale.family).blocks(model)[:count]})
-
-
-def peak(model: Any, scale: Scale, batches: Sequence[Batch]) -> tuple[float, float]:
-    """Seconds of a step in these passes, and its peak in GiB."""
-    inputs = [inputs_of(model, scale, batch, "cuda") for batch in batches]
-    goals = [torch.randn_like(each.images) for each in inputs]
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
-    velocity = get_family(scale.family).velocity
-
-    def step() -> None:
-        for each, goal in zip(inputs, goals, strict=True):
-            (velocity(model, each) - goal).float().square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return measure(step, scale, "cuda", warmup=2)
-
-
-def memory(names: Sequence[str], compiled: bool) -> None:
-    print("| model | samples | tokens | blocks recomputed | predicted GiB | measured GiB | predicted / measured |")
-    print("|---" * 7 + "|", flush=True)
-    for name in names:
-        scale = FULL[name]
-        _, _, footprint = described(scale)
-        model = build_model(scale, "cuda")
-        if compiled:
-            compile_blocks(get_family(scale.family).blocks(model))
-        for samples, targets in SIZES.items():
-            batch = batch_of(scale, targets)
-            tokens = sum(batch.lengths)
-            for count in (0, footprint.blocks // 2, footprint.blocks):
-                predicted = footprint.peak(tokens, count, compiled)
-                if predicted > 0.9 * torch.cuda.get_device_properties(0).total_memory:
-                    continue
-                set_recomputed(model, scale, count)
-                _, measured = peak(model, scale, [batch])
-                cells = (scale.name, samples, f"{tokens:,}", f"{count} of {footprint.blocks}")
-                found = (f"{predicted / GIB:.1f}", f"{measured:.1f}", f"{predicted / GIB / measured:.3f}")
-                print("|", " | ".join((*cells, *found)), "|", flush=True)
-        del model
+    def build(self) -> None:
+        """A fresh model on the device, all of it."""
+        self.model = None
         gc.collect()
-        torch.cuda.empty_cache()
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+        self.model = build_model(self.scale, DEVICE)
+        if self.compiled:
+            compile_blocks(self.family.blocks(self.model))
+
+    def run(self, step: Batch, choice: Choice, passes: int | None = None) -> tuple[float, float, int]:
+        """Seconds of a step, its peak in GiB, and what was predicted in bytes, in so many passes or the choice's."""
+        count = passes or len(in_order(step.lengths, choice.most_tokens or sum(step.lengths)))
+        batches, start = [], 0
+        for size in evenly(step.lengths, count):
+            batches.append(self.batch(step.targets[start : start + size], start))
+            start += size
+        blocks = self.family.blocks(self.model)
+        again = {id(blocks[place]) for place in choice.recomputed(len(blocks))}
+        recompute(self.model, again, choice.keeps_attention, choice.hosts_inputs)
+        seconds, peak = measure(self._step(batches, choice), replace(self.scale, repeats=2), DEVICE, warmup=2)
+        largest = max(sum(batch.lengths) for batch in batches)
+        return seconds, peak, self.footprint.peak(largest, choice)
+
+    def _step(self, batches: Sequence[Batch], choice: Choice) -> Any:
+        inputs = [inputs_of(self.model, self.scale, batch, DEVICE) for batch in batches]
+        # As in training: one sample alone runs diffusers' own forward, unless attention is kept.
+        ragged = [choice.keeps_attention or len(each.shapes) > 1 for each in inputs]
+        inputs = [replace(each, ragged=flag) for each, flag in zip(inputs, ragged, strict=True)]
+        goals = [torch.randn_like(each.images) for each in inputs]
+        optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-4, fused=True)
+
+        def step() -> None:
+            for each, goal in zip(inputs, goals, strict=True):
+                (self.family.velocity(self.model, each) - goal).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def row(self, name: str, step: Batch, choice: Choice, passes: int | None = None, mark: str = "") -> float | None:
+        """One line of a table; seconds, or none if it did not fit."""
+        blocks = self.footprint.blocks
+        kept = " but for attention" if choice.keeps_attention else ""
+        largest = predict(choice, self.footprint, self.arithmetic, self.card(None), [[step.lengths]])
+        on_host = f"{largest.on_host / GIB:.1f} GiB" if largest.on_host else "–"
+        count = passes or len(in_order(step.lengths, choice.most_tokens or sum(step.lengths)))
+        cells = [name, str(count), f"{len(choice.recomputed(blocks))} of {blocks}{kept}", on_host]
+        try:
+            seconds, peak, predicted = self.run(step, choice, passes)
+        except torch.OutOfMemoryError:
+            self.model.zero_grad()
+            cells += ["out of memory", "–", "–", "–", mark]
+            seconds = None
+        else:
+            cells += [f"{seconds:.3f}", f"{peak:.1f}", f"{predicted / GIB:.1f}", f"{predicted / GIB / peak:.3f}", mark]
+        print("|", " | ".join(cells), "|", flush=True)
+        gc.collect()
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+        return seconds
+
+
+def head(title: str) -> None:
+    print(f"\n{title}\n\n{HEAD}\n" + "|---" * 9 + "|", flush=True)
 
 
 def grid(names: Sequence[str]) -> None:
-    """Every cut into passes and several numbers of recomputed blocks, and what is chosen."""
-    print("| model | step | passes | blocks recomputed | s/step | peak GiB | |")
-    print("|---" * 7 + "|", flush=True)
+    """Passes and recomputation, on the whole card."""
     for name in names:
-        scale = FULL[name]
-        config, arithmetic, footprint = described(scale)
-        card = Card.of(torch.device("cuda"), None)
-        assert card is not None
-        model = build_model(scale, "cuda")
-        compile_blocks(get_family(scale.family).blocks(model))
+        bench = Bench(name)
+        bench.build()
+        head(bench.scale.name)
+        every, compiled = bench.footprint.blocks, bench.compiled
+        none, all_, kept = (Choice(None, first, 1, compiled) for first in (0, every, every))
+        kept = replace(kept, keeps_attention=True)
         for samples in ("four, 45 %", "sixteen small"):
-            whole = batch_of(scale, BATCHES[samples])
-            choice, _ = choose(config, footprint, arithmetic, card, [[whole.lengths]], compiled=True)
-            chosen = len(in_order(whole.lengths, choice.most_tokens or 0)), len(choice.recomputed(footprint.blocks))
-            counts = sorted({1, 2, 3, len(whole.targets), chosen[0]})
-            ways = [(passes, again) for passes in counts for again in sorted({0, footprint.blocks, chosen[1]})]
-            for passes, again in ways:
-                batches, start = [], 0
-                for count in evenly(whole.lengths, passes):
-                    batches.append(batch_of(scale, whole.targets[start : start + count], start))
-                    start += count
-                set_recomputed(model, scale, again)
-                cells = (scale.name, samples, str(passes), f"{again} of {footprint.blocks}")
-                try:
-                    seconds, gib = peak(model, scale, batches)
-                    found = (f"{seconds:.3f}", f"{gib:.1f}")
-                except torch.OutOfMemoryError:
-                    model.zero_grad()
-                    gc.collect()
-                    torch.cuda.empty_cache()
-                    found = ("out of memory", "–")
-                mark = "**chosen**" if (passes, again) == chosen else ""
-                print("|", " | ".join((*cells, *found, mark)), "|", flush=True)
-        del model
+            step = bench.batch([n // bench.scale.divide for n in BATCHES[samples]])
+            count = len(step.targets)
+            chosen, _ = choose(
+                bench.config, bench.footprint, bench.arithmetic, bench.card(None), [[step.lengths]], compiled=compiled
+            )
+            bench.row(samples, step, chosen, mark="**chosen**")
+            for passes in (1, 2, 3, 4):
+                bench.row(samples, step, none, passes)
+            bench.row(samples, step, kept, 1)
+            bench.row(samples, step, all_, 1)
+            bench.row(samples, step, none, count, "one by one")
+
+
+def limited(names: Sequence[str], limits: Sequence[int] | None) -> None:
+    """Less and less memory."""
+    for name in names:
+        bench = Bench(name)
+        targets = [n // bench.scale.divide for n in EDITS[name]]
+        step = Batch(targets, [bench.scale.text_lengths[-1]] * len(targets))
+        head(f"{bench.scale.name}, {len(targets)} edits of {step.lengths[0]:,} tokens")
+        unlimited = 0.0
+        for limit in (None, *(limits or LIMITS[name])):
+            memory = None if limit is None else limit * GIB
+            bench.build()
+            start = time.perf_counter()
+            card = bench.card(None) if memory is None else replace(bench.card(None), memory=memory)
+            choice, _ = choose(
+                bench.config, bench.footprint, bench.arithmetic, card, [[step.lengths]], compiled=bench.compiled
+            )
+            blocks = bench.family.blocks(bench.model)
+            waiting = [blocks[place] for place in choice.waiting(len(blocks))]
+            if waiting:
+                StreamedBlocks(waiting, torch.device(DEVICE))
+            gc.collect()
+            if DEVICE == "cuda":
+                torch.cuda.empty_cache()
+            limit_memory(torch.device(DEVICE), memory)
+            moved = time.perf_counter() - start
+            seconds = bench.row(f"{limit or 'no'} GiB", step, choice, mark=f"(to the host: {moved:.0f} s)")
+            limit_memory(torch.device(DEVICE), 10**15)
+            if limit is None:
+                unlimited = seconds or 0.0
+            elif seconds:
+                print(f"  {limit} GiB: {unlimited / seconds:.0%} of the unlimited speed; {choice}", flush=True)
+
+
+def others(names: Sequence[str], limit: int) -> None:
+    """What `qflux cache` and `qflux predict` do, within a limit: a prompt, an image there and back, an edit."""
+    print("\n| model | weights GiB | host GiB | prompt s | encode s | decode s | a step of an edit s | peak GiB |")
+    print("|---" * 8 + "|", flush=True)
+    for name in names:
+        limit_memory(torch.device(DEVICE), limit * GIB)
+        other(Bench(name), limit)
+        limit_memory(torch.device(DEVICE), 10**15)
         gc.collect()
-        torch.cuda.empty_cache()
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+
+
+def other(bench: Bench, limit: int) -> None:
+    family, device = bench.family, torch.device(DEVICE)
+    components: Any = full_components(bench.name, bench.scale, DEVICE == "cuda")
+    models = [components.transformer, *components.text_models]
+    whole = sum(map(model_bytes, (*models, components.vae)))
+    components.vae.to(device)
+    place(models, device, limit * GIB - model_bytes(components.vae) - 4 * GIB)
+    on_device = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
+    encoder = encoder_of(family, components, TextLimit(512, truncate=True))
+    side = 1024 // bench.scale.divide
+    pixels, tokens = torch.zeros(3, side, side), side // family.pixels_per_token
+    prompt = Prompt("turn the day into night", images=components.seen(side))
+    inputs = inputs_of(components.transformer, bench.scale, bench.batch([tokens**2]), DEVICE)
+    works: list[Any] = [
+        lambda: encoder.encode_text([prompt]),
+        lambda: encoder.encode_images([pixels]),
+        lambda: encoder.decode_image(inputs.images[: tokens**2], (1, tokens, tokens)),
+        lambda: family.velocity(components.transformer, inputs),
+    ]
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with torch.no_grad():
+        times = [measure(work, replace(bench.scale, repeats=1), DEVICE, 1) for work in works]
+    sizes = (f"{whole / GIB:.1f}", f"{(whole - on_device) / GIB:.1f}")
+    found = (*(f"{seconds:.2f}" for seconds, _ in times), f"{max(peak for _, peak in times):.1f}")
+    print("|", " | ".join((bench.scale.name, *sizes, *found)), "|", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["memory", "grid"])
-    parser.add_argument("--models", nargs="*", choices=sorted(FULL), default=["flux"])
-    parser.add_argument("--compiled", action="store_true", help="memory: of compiled blocks")
+    parser.add_argument("what", choices=["grid", "limited", "others"])
+    parser.add_argument("--models", nargs="*", choices=sorted(EDITS), default=["flux"])
+    parser.add_argument("--limits", nargs="*", type=int, help="GiB")
     arguments = parser.parse_args()
-    if arguments.what == "memory":
-        memory(arguments.models, arguments.compiled)
-    else:
+    if arguments.what == "grid":
         grid(arguments.models)
+    elif arguments.what == "limited":
+        limited(arguments.models, arguments.limits)
+    else:
+        others(arguments.models, (arguments.limits or [12])[0])
 
 
 if __name__ == "__main__":

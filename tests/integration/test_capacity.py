@@ -277,7 +277,7 @@ def test_streamed_weights_are_counted_in_slots(tmp_path):
 
 def test_arithmetic_that_is_done_again_costs_time_and_a_slow_link_does_too(tmp_path):
     """A card with a fast link may stream for nothing, so that memory is left for something better."""
-    config, footprint = footprint_of(tmp_path, "model.dtype=float32")
+    _, footprint = footprint_of(tmp_path, "model.dtype=float32")
     steps, blocks = [[[900, 400, 650]]], footprint.blocks
     heavy = Arithmetic(per_token=1e9, per_pair=1e6)
 

@@ -5,22 +5,28 @@ from __future__ import annotations
 import json
 import math
 import random
+import subprocess
+import sys
 from itertools import accumulate
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from qflux.adapters.lora import inject
 from qflux.commands import Trainer
-from qflux.config import load_config
+from qflux.config import LoraSettings, load_config
 from qflux.data.encoded import TextEmbedding
 from qflux.errors import QfluxError
 from qflux.losses.objective import Objective
+from qflux.memory.recomputation import recompute
+from qflux.memory.streaming import StreamedBlocks
 from qflux.models import get_family
 from qflux.models.family import ModelInputs
 from qflux.models.loading import save_checkpoint
 from qflux.ragged.shapes import Shapes
 from qflux.ragged.spans import Span, SpanAttention, mask_of
+from qflux.training.signals import repeatable
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -115,14 +121,99 @@ def test_a_compiled_run_learns_what_an_uncompiled_one_does(recipe, method):
 
 
 @pytest.mark.parametrize("compiled", ["false", "true"])
-def test_streamed_blocks_train_the_same_bytes(recipe, compiled):
-    """Whoever reads a slot before its weights are there, or after the next ones are, trains something else."""
+def test_what_waits_in_host_memory_trains_the_same_bytes(recipe, compiled):
     shared = [AGAIN, f"train.compile={compiled}", "train.deterministic=true", "train.max_train_steps=6"]
-    found = [
-        Trainer(recipe(*shared, f"train.streamed_blocks={count}", f"run_name=streamed-{count}-{compiled}")).fit()
-        for count in (0, 1, 3, 100)
-    ]
-    assert len({result.adapter.read_bytes() for result in found}) == 1
+    for kept in ("false", "true"):
+        found = [
+            Trainer(
+                recipe(
+                    *shared,
+                    f"train.keep_attention={kept}",
+                    f"train.streamed_blocks={count}",
+                    f"train.offload_inputs={offloads}",
+                    f"run_name=waiting-{kept}-{count}-{compiled}",
+                )
+            ).fit()
+            for count, offloads in ((0, "false"), (1, "false"), (100, "true"))
+        ]
+        assert len({result.adapter.read_bytes() for result in found}) == 1, kept
+
+
+def test_blocks_of_real_size_have_the_same_gradients_wherever_weights_and_inputs_wait():
+    """Whoever reads a slot before its weights are there, or after the next ones are, computes something else."""
+    family = get_family("flux-kontext")
+    shape = {"num_layers": 3, "num_single_layers": 6, "guidance_embeds": True}
+    with torch.device("meta"):
+        model = family.transformer(**shape)
+    model = model.to(torch.bfloat16).to_empty(device="cuda").requires_grad_(False)
+    inject(model, LoraSettings(rank=16), family.facts.lora_targets, 0)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data.normal_(0.0, 0.02, generator=generator)
+    options = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+    shapes = [Shapes(((1, rows, 40),), ((1, rows, 40),)) for rows in (30, 50)]
+    images = torch.randn(sum(sample.tokens for sample in shapes), 64, **options)
+    text = [TextEmbedding(torch.randn(512, 4096, **options), torch.randn(768, **options)) for _ in shapes]
+    inputs = ModelInputs(images, shapes, text, torch.tensor([0.3, 0.8], device="cuda"), 3.5, ragged=True)
+    blocks = family.blocks(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def gradients(keeps: bool, hosts: bool) -> list[torch.Tensor]:
+        recompute(model, {id(block) for block in blocks}, keeps, hosts)
+        for _ in range(3):  # the later ones begin where the ones before have left the slots
+            model.zero_grad()
+            family.velocity(model, inputs).float().square().mean().backward()
+        return [parameter.grad.clone() for parameter in trained]
+
+    with repeatable(True):
+        expected = gradients(False, False)
+        assert all(bool(gradient.abs().max() > 0) for gradient in expected)
+        ways = [(keeps, hosts) for keeps in (False, True) for hosts in (False, True)]
+        for streamed in (False, True):
+            if streamed:
+                StreamedBlocks([blocks[place] for place in (0, 1, 2, 3, 5, 7, 8)], torch.device("cuda"))
+            for keeps, hosts in ways:
+                found = gradients(keeps, hosts)
+                assert all(map(torch.equal, found, expected)), (streamed, keeps, hosts)
+
+
+def test_memory_that_another_process_takes_changes_nothing_but_the_passes(recipe, caplog):
+    """The second process leaves less than half of what a step needs; the run goes on in smaller passes."""
+    larger = ["data.processor.multi_resolutions=['512*512', '640*640']", "data.batch_size=6", "model.dtype=float32"]
+    shared = [*larger, "train.max_train_steps=8", "train.preflight=false", "train.tokens_per_pass=1000000"]
+    Trainer(recipe(*larger)).cache()
+    expected = load_file(Trainer(recipe(*shared, "run_name=undisturbed")).fit().adapter)
+    taken: list[subprocess.Popen[str]] = []
+
+    def take(report) -> None:
+        if taken and report.step >= 6:
+            taken[0].kill()  # validation is another matter
+        if taken or report.step < 2:
+            return
+        torch.cuda.synchronize()
+        left = (torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()) // 2
+        torch.cuda.empty_cache()
+        code = f"""
+import torch
+torch.ones(1, device="cuda")
+held = torch.empty(torch.cuda.mem_get_info()[0] - {left}, dtype=torch.uint8, device="cuda")
+print("taken", flush=True)
+input()
+"""
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        taken.append(process)
+        assert process.stdout.readline() == "taken\n"
+
+    try:
+        found = load_file(Trainer(recipe(*shared, "run_name=disturbed")).fit(take).adapter)
+    finally:
+        for process in taken:
+            process.kill()
+    told = [record.message for record in caplog.records if "not enough memory for a pass" in record.message]
+    assert told, "nothing ran out"
+    assert all(torch.allclose(found[name], expected[name], atol=1e-4) for name in expected)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])

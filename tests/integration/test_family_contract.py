@@ -22,7 +22,9 @@ from qflux.config import load_config
 from qflux.data.encoded import COMPLETE
 from qflux.demo.data import write_data_set
 from qflux.errors import DataError
-from qflux.models import get_family
+from qflux.memory import placing
+from qflux.memory.placing import Divided, place
+from qflux.models import get_family, pretrained
 from qflux.models.loading import save_checkpoint
 from qflux.sampling.predictor import Edit
 from qflux.training.distributed import World
@@ -103,6 +105,32 @@ def test_a_prediction_equals_the_reference_pipelines(project, negative, with_lor
     assert np.abs(output - expected).max() <= 1e-4
     if with_lora:
         assert np.abs(output - project.pixels(edit, with_lora=False)).max() > 1e-3
+
+
+@pytest.mark.parametrize("with_lora", [False, True], ids=["base", "LoRA"])
+def test_models_that_wait_in_host_memory_give_the_same_to_the_bit(project, with_lora, monkeypatch):
+    """Text encoders and transformer with as little on the device as can be: two blocks at a time."""
+    controls = tuple(picture(WIDTH, HEIGHT, seed) for seed in (1, 2))[: project.reference.most_controls]
+    edits = [Edit(controls, "make it red", seed=seed, size=(HEIGHT, WIDTH)) for seed in (3, 4)]
+    adapters = [Weighted(project.adapter)] if with_lora else ()
+
+    def made():
+        predictor = project.trainer.predictor(adapters)
+        return predictor.prepare(edits[0]).text.tokens, [tokens for tokens, _ in predictor.latents(edits)]
+
+    whole, streamed = made(), []
+
+    def tightly(models, device, room):
+        divided = [Divided.of(model) for model in models]
+        streamed.extend(sum(each.all) for each in divided)
+        place(models, device, sum(each.bytes(each.all) for each in divided))
+
+    monkeypatch.setattr(placing, "_FEWEST", 2)
+    monkeypatch.setattr(pretrained, "place", tightly)
+    text, images = made()
+    assert min(streamed) >= 2, "nothing was streamed"
+    assert torch.equal(text, whole[0])
+    assert all(torch.equal(*pair) for pair in zip(images, whole[1], strict=True))
 
 
 LARGE = [pytest.param((1024, width), marks=pytest.mark.slow) for width in (1024, 1280)]

@@ -50,13 +50,14 @@ class StreamedBlocks:
 
     def _moved(self, tensors: Sequence[Tensor], size: int, slot: Tensor, pinned: bool) -> Tensor:
         """The weights of a block in one piece of host memory; they become views of their slot."""
-        host = torch.empty(size, dtype=torch.uint8)
-        start = 0
+        host, start = torch.empty(size, dtype=torch.uint8), 0
+        if pinned:
+            host = page_locked(host)
         for tensor in tensors:
             _view(host, start, tensor).copy_(tensor.data)
             tensor.data = _view(slot, start, tensor)
             start += _room(tensor)
-        return page_locked(host) if pinned else host
+        return host
 
     def _attend(self, place: int, block: Any) -> None:
         """Have the weights there whenever a block is called: outside of what is compiled, and of what is recomputed."""
