@@ -30,6 +30,7 @@ STAGES = {
     "cache/samples.py:require_complete": "list the samples",
     "training/fit.py:fit": "put the run together",
     "training/preflight/fitting.py:fitted_to_run": "fit it to the card",
+    "training/model.py:TrainedModel._set_up_blocks": "fit it to the card",
     "training/loop.py:Loop._rehearse": "rehearse",
     "training/loop.py:Loop._steps": "the step, and its checkpoint",
     "training/loop.py:Loop._finish": "write the adapter",

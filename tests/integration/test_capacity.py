@@ -266,6 +266,17 @@ def test_weights_stay_on_the_host_only_where_there_is_no_room_for_them(tmp_path)
     assert predicted.peak <= 1.001 * smallest
 
 
+def test_no_more_waits_in_host_memory_than_there_is_room_for(tmp_path):
+    config, footprint = footprint_of(tmp_path, "model.dtype=float32")
+    steps, smallest = [[[40, 30]]], least(footprint, 40)
+    small = Card("a card", int(1.001 * smallest), 1e14, host=1000)
+    with pytest.raises(ConfigError, match="are too little"):
+        choose(config, footprint, ARITHMETIC, small, steps, compiled=False)
+    enough = Card("a card", int(footprint.peak(70, way(footprint.blocks)) / 0.95), 1e14, host=1000)
+    choice, predicted = choose(config, footprint, ARITHMETIC, enough, steps, compiled=False)
+    assert predicted.on_host == choice.streamed == 0
+
+
 def test_streamed_weights_are_counted_in_slots(tmp_path):
     _, footprint = footprint_of(tmp_path)
     largest = max(kind.weights for kind in footprint.kinds)

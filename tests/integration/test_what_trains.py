@@ -104,7 +104,7 @@ def test_checkpointing_some_blocks_changes_nothing(config, every):
 
 
 def test_checkpointing_every_second_block_recomputes_every_second_block(config, monkeypatch):
-    from qflux.capacity import recomputation
+    from qflux.memory import recomputation
 
     calls = []
     original = recomputation.checkpoint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -27,6 +28,8 @@ class Card:
     """The most arithmetic it can do in a second, in bfloat16."""
     link: float = 20e9
     """Bytes that it can get from host memory in a second."""
+    host: int | None = None
+    """Bytes of host memory that are free; none if nobody knows, as for a card that is not here."""
 
     @classmethod
     def of(cls, device: torch.device, memory: int | None) -> Card | None:
@@ -37,12 +40,22 @@ class Card:
         name, flops = _like(free)
         if device.type != "cuda":
             return cls(f"a card like {name}", free, flops)
-        return cls(torch.cuda.get_device_name(device), free, peak_of(device) or flops, _measured_link(device))
+        name = torch.cuda.get_device_name(device)
+        return cls(name, free, peak_of(device) or flops, _measured_link(device), _free_host_memory())
 
 
 def _like(memory: float) -> tuple[str, float]:
     name = next((name for most, name in _LIKE if memory <= most), _LIKE[-1][1])
     return name, PEAKS[name]
+
+
+def _free_host_memory() -> int | None:
+    """What the system says it could give to programs."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        return None
 
 
 def _measured_link(device: torch.device) -> float:

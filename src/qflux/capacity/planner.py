@@ -24,6 +24,11 @@ _USED = 0.96
 """Of a card's memory: what is freed in pieces can't all be used again."""
 _SPEED = {True: 0.47, False: 0.42}
 """How much of a card's arithmetic compiled and eager blocks reach."""
+_HOST_USED = 0.8
+"""Of host memory that is free: reading data takes some, too."""
+_LINK_USED = 0.7
+"""Of what a link can carry: a block's weights come while the one before it runs, and large blocks of little arithmetic
+wait. On one H200, a step of FLUX.1 in two passes that is bound by its link takes 2.33 s, and 2.38 by this."""
 _HOST_SECONDS = 0.0015
 """The host takes so long for a block forward, and twice that backward: a pass of few tokens takes no less."""
 
@@ -117,6 +122,7 @@ def choose(
     longest = max(longest, *(length for step in steps for batch in step for length in batch))
     ways = [_with_most_tokens(config, footprint, card, way) for way in _ways(config, footprint.blocks, compiled)]
     work = [_Work.of(step, arithmetic) for step in steps]
+    ways = [way for way in ways if card.host is None or _on_host(way, footprint, work) <= _HOST_USED * card.host]
     if config.train.tokens_per_pass == "auto":
         fitting = [way for way in ways if (way.most_tokens or 0) >= longest]
         if not fitting:
@@ -147,7 +153,7 @@ def predict(
         card=card.name,
         memory=card.memory,
         weights=footprint.weights(choice),
-        on_host=footprint.weights_on_host(choice) + int(footprint.inputs_on_host(choice)(largest)),
+        on_host=_on_host(choice, footprint, work),
         trained=footprint.trained,
         activations=int(footprint.activations(choice)(largest)),
         seconds=_seconds(choice, footprint, card, work),
@@ -189,22 +195,29 @@ def _largest(work: Sequence[_Work], choice: Choice, longest: int) -> int:
     return max(longest, *(each.largest(choice.most_tokens) for each in work))
 
 
+def _on_host(choice: Choice, footprint: Footprint, work: Sequence[_Work]) -> int:
+    """Bytes that wait in host memory."""
+    return footprint.weights_on_host(choice) + int(footprint.inputs_on_host(choice)(_largest(work, choice, 0)))
+
+
 def _seconds(choice: Choice, footprint: Footprint, card: Card, work: Sequence[_Work]) -> float:
     """Of a step, on average.
 
-    Whatever takes longest: arithmetic; the host, which queues it; or what is on its way from host memory.
+    Forward and backward, whatever takes longest: arithmetic; the host, which queues it; or what is on its way from host
+    memory, weights in both directions and inputs backward.
     """
     share, speed = len(choice.recomputed(footprint.blocks)) / footprint.blocks, card.flops * _SPEED[choice.compiled]
-    of_host = footprint.blocks * (3 + share) * _HOST_SECONDS
-    copied, inputs = 2 * footprint.weights_on_host(choice), footprint.inputs_on_host(choice).per_token
+    of_host = footprint.blocks * _HOST_SECONDS
+    link = _LINK_USED * card.link
+    weights, inputs = footprint.weights_on_host(choice) / link, footprint.inputs_on_host(choice).per_token / link
     total = 0.0
     for each in work:
         passes = each.passes(choice.most_tokens)
         # Frozen weights have no gradient: backward their products are as many as forward; attention's are twice.
         again = share * (each.linear + (0 if choice.keeps_attention else each.attention))
-        arithmetic = (2 * each.linear + 3 * each.attention + again) / speed
-        link = (passes * copied + inputs * sum(each.lengths)) / card.link
-        total += max(arithmetic, passes * of_host, link)
+        forward, backward = each.linear + each.attention, each.linear + 2 * each.attention + again
+        total += max(forward / speed, passes * of_host, passes * weights)
+        total += max(backward / speed, passes * of_host * (2 + share), passes * weights + inputs * sum(each.lengths))
     return total / len(work)
 
 

@@ -35,7 +35,7 @@ def limit_memory(device: torch.device, limit: int | None) -> None:
     """Let this process take no more than was asked for, so that what does not fit is found here and not elsewhere."""
     if device.type == "cuda" and limit is not None:
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device.index or torch.cuda.current_device())
 
 
 def model_bytes(module: nn.Module) -> int:
