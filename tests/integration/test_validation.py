@@ -15,7 +15,12 @@ from safetensors.torch import load_file
 from helpers import lines
 from qflux.commands import Trainer
 from qflux.errors import Interrupted
+from qflux.report.page import write_report
+from qflux.runs.folder import RunFolder
+from qflux.sampling.sampler import Sampler
+from qflux.training.edits import DrawnEdits
 
+EVERY = ["train.checkpoint_every=2"]
 HELD_OUT = ["data.held_out={count: 3}", "validation.images=2", "validation.num_inference_steps=2"]
 
 
@@ -98,3 +103,38 @@ def test_a_run_stopped_at_a_checkpoint_validates_it_when_it_goes_on(config):
     for settings in (whole, stopped):
         saved = settings.run_dir / "checkpoints" / "step-00000002" / "state.json"
         assert json.loads(saved.read_text())["held_out"] is not None
+
+
+def run_of(settings) -> RunFolder:
+    Trainer(settings).fit()
+    return RunFolder(settings.run_dir)
+
+
+def test_every_checkpoint_says_what_its_edits_did_besides(config):
+    settings = config("data.held_out={count: 3}", "validation.images=3", "validation.num_inference_steps=2", *EVERY)
+    run = run_of(settings)
+    assert [line["step"] for line in run.validations] == [0, 2, 3]
+    for report in run.validation_reports:
+        assert len(report.edits) == 3
+        each = [edit["outside_colour"] for edit in report.edits]
+        assert report.outside_colour == pytest.approx(np.mean(each), abs=1e-4)
+        assert all(-1 <= edit["outside_ssim"] <= 1 for edit in report.edits)
+        assert all(edit["done"] < 1 for edit in report.edits), "an untrained model has done nothing"
+    page = write_report([run.path], run.path / "again.html").read_text()
+    assert "Colours outside the edited region" in page
+    worst = max(run.measured_edits.values(), key=lambda edit: edit["outside_colour"])
+    others = [name for name in run.measured_edits if name != worst["name"]]
+    assert all(page.index(f"<b>{worst['name']}</b>") < page.index(f"<b>{name}</b>") for name in others)
+    assert f"colours outside {worst['outside_colour']:.1f}" in page
+
+
+def test_a_wanted_image_that_comes_out_is_measured_as_done(config, monkeypatch):
+    """The measures are of what the VAE returns: a model that gives the target's latents back has no fault."""
+    settings = config("data.held_out={count: 2}", "validation.images=2", "validation.num_inference_steps=2", *EVERY)
+    wanted = []
+    encoded = DrawnEdits._encoded
+    monkeypatch.setattr(DrawnEdits, "_encoded", lambda self, *args: wanted.append(encoded(self, *args)) or wanted[-1])
+    monkeypatch.setattr(Sampler, "__call__", lambda self, edits, *_: [each.target for each in wanted[-len(edits) :]])
+    report = run_of(settings).validation_reports[-1]
+    assert report.done == pytest.approx(1)
+    assert report.blur == pytest.approx(0, abs=1e-4)

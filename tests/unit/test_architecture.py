@@ -35,6 +35,7 @@ ROOMS = [
     "ragged",
     "memory",
     "pictures",
+    "measures",
     "data",
     "losses",
     "models",

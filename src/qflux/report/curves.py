@@ -1,4 +1,4 @@
-"""The curves of a report: losses, drift, speed and memory, of one run or of several in one chart."""
+"""The curves of a report: losses, what edits leave alone, speed and memory, of one run or of several in one chart."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ from qflux.report.values import curve, level_curve
 from qflux.runs.folder import RunFolder
 
 LEVELS = ("0 to 0.25, little noise", "0.25 to 0.5", "0.5 to 0.75", "0.75 to 1, mostly noise")
+
+_FIDELITY = (
+    ("Colours outside the edited region", "outside_colour", "CIEDE2000; 1 is just visible"),
+    ("Structure outside the edited region", "outside_ssim", "SSIM; 1 is the same"),
+    ("Colour cast outside the edited region", "cast", "mean change in Lab"),
+    ("Mean displacement against the control", "drift", "parts of the image"),
+    ("Blur against the wanted image", "blur", "sigma in pixels; below 0 is sharper"),
+    ("Share of the edit that is done", "done", "1 is the wanted image"),
+)
 
 
 def loss_charts(runs: Sequence[RunFolder]) -> Iterator[Html | None]:
@@ -70,6 +79,12 @@ def validation_chart(
 ) -> Html | None:
     lines = [Line(_name(runs, run, title), curve(run.validations, key), colour) for run, colour in _coloured(runs)]
     return line_chart(title, lines, unit, axis)
+
+
+def fidelity_charts(runs: Sequence[RunFolder]) -> Iterator[Html | None]:
+    """What edits of held-out samples do besides the edit, and how much of that is done."""
+    for title, key, unit in _FIDELITY:
+        yield validation_chart(runs, title, key, unit)
 
 
 def speed_charts(runs: Sequence[RunFolder]) -> Iterator[Html | None]:

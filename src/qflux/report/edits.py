@@ -19,7 +19,7 @@ MOST_EDITS, MOST_STEPS, SIDE = 8, 8, 448
 
 def timeline(runs: Sequence[RunFolder]) -> Html:
     """One slider that moves the edits of all runs through the steps."""
-    steps = sorted({step for run in runs for edit in run.edits[:MOST_EDITS] for step, _ in edit.outputs})
+    steps = sorted({step for run in runs for edit in _shown(run) for step, _ in edit.outputs})
     return tag(
         "label",
         tag("span", f"after step {steps[-1]}", class_="step"),
@@ -39,11 +39,37 @@ def timeline(runs: Sequence[RunFolder]) -> Html:
 
 
 def edits_of(run: RunFolder) -> Html | None:
-    shown = [_edit(edit) for edit in run.edits[:MOST_EDITS]]
+    measured = run.measured_edits
+    shown = [_edit(edit, measured.get(edit.name, {})) for edit in _shown(run)]
     return tag("div", *shown, class_="edits") if shown else None
 
 
-def _edit(edit: EditHistory) -> Html:
+def _shown(run: RunFolder) -> list[EditHistory]:
+    """Those that changed most of what they should have left alone come first; those that nobody measured, last."""
+    measured = run.measured_edits
+
+    def change(edit: EditHistory) -> float:
+        found = measured.get(edit.name, {}).get("outside_colour")
+        return -float(found) if isinstance(found, int | float) else 1.0
+
+    return sorted(run.edits, key=change)[:MOST_EDITS]
+
+
+def _in_words(measures: dict[str, Any]) -> str:
+    """The measures of an edit in one line."""
+    words = {
+        "done": lambda share: f"{share:.0%} done",
+        "outside_colour": lambda value: f"colours outside {value:.1f}",
+        "outside_ssim": lambda value: f"structure outside {value:.3f}",
+        "cast": lambda value: f"cast {value:.1f}",
+        "blur": lambda value: f"blur {value:+.1f} px",
+        "vae_blur": lambda value: f"(the VAE's own {value:+.1f} px)",
+    }
+    known = {name: measures.get(name) for name in words}
+    return " · ".join(words[name](value) for name, value in known.items() if isinstance(value, int | float))
+
+
+def _edit(edit: EditHistory, measures: dict[str, Any]) -> Html:
     """The output over its control, and beside it everything else there is."""
     chosen = _spread(edit.outputs, MOST_STEPS)
     pictures = [(step, uri) for step, path in chosen if (uri := _picture(path))]
@@ -74,6 +100,7 @@ def _edit(edit: EditHistory) -> Html:
     return tag(
         "article",
         tag("p", tag("b", edit.name), " ", edit.prompt),
+        *([tag("p", words, class_="measures")] if (words := _in_words(measures)) else []),
         tag("div", tag("figure", frame, ends, class_="compare"), *beside, class_="pair"),
     )
 

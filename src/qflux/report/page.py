@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from qflux.files.atomic import write_bytes
-from qflux.report.curves import loss_charts, noise_charts, speed_charts, validation_chart
+from qflux.report.curves import fidelity_charts, loss_charts, noise_charts, speed_charts
 from qflux.report.edits import edits_of, timeline
 from qflux.report.facts import configuration, data_of, differences, environment_of, summary
 from qflux.report.markup import Html, join, tag
@@ -61,10 +61,7 @@ def _sections(runs: Sequence[RunFolder]) -> list[tuple[str, Html]]:
             _per_run(runs, lambda run: tag("ul", *(tag("li", w) for w in run.warnings)) if run.warnings else None),
         ),
         ("Loss", _charts(loss_charts(runs))),
-        (
-            "Drift",
-            _charts([validation_chart(runs, "Mean displacement against the control", "drift", "parts of the image")]),
-        ),
+        ("What edits leave alone", _charts(fidelity_charts(runs))),
         ("Noise levels", _charts(noise_charts(runs))),
         ("Speed and memory", _charts(speed_charts(runs))),
         ("Data", _per_run(runs, data_of)),

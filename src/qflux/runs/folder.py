@@ -98,6 +98,13 @@ class RunFolder:
         return [report for line in self.validations if (report := parsed(ValidationReport, line))]
 
     @cached_property
+    def measured_edits(self) -> dict[str, dict[str, Any]]:
+        """What the last validation that measured any says of each edit, by its name."""
+        listed = [line["edits"] for line in self.validations if isinstance(line.get("edits"), list)]
+        newest = [item for item in listed[-1] if isinstance(item, dict)] if listed else []
+        return {str(item.get("name")): item for item in newest}
+
+    @cached_property
     def warnings(self) -> list[str]:
         return [str(line.get("text", "")) for line in read_lines(self.paths.warnings)]
 

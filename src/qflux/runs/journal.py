@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from qflux.data.dataset import Dataset
 from qflux.data.lint.alignment import Drift
 from qflux.files.atomic import write_bytes, write_json
 from qflux.files.jsonl import append_line
+from qflux.measures.edit import EditMeasures, means
 from qflux.models.registry import facts_of
 from qflux.pictures.drawing import GridRow, edit_grid, write_png
 from qflux.runs.environment import environment
@@ -44,6 +45,7 @@ class DrawnEdit:
     mask: Image.Image | None = None
     drift: Drift | None = None
     """Against the first control, outside the mask."""
+    measures: EditMeasures = field(default_factory=EditMeasures)
 
     @property
     def pictures(self) -> dict[str, Image.Image]:
@@ -109,6 +111,8 @@ class Journal:
             held_out_loss_by_level=found.loss_by_level if found else None,
             drifts=[{"name": edit.name, **edit.drift.line()} for edit in edits if edit.drift is not None],
             drift=fmean(certain) if certain else None,
+            edits=[{"name": edit.name, **line} for edit in edits if (line := edit.measures.line())],
+            **means([edit.measures for edit in edits]),
         )
         self._validation.append(report.line())
         picture = self._draw(steps_done, edits) if edits else None

@@ -73,6 +73,13 @@ class ValidationReport:
     """How far each edit has moved what it should have left alone."""
     drift: float | None = None
     """The mean displacement of those that are certain."""
+    edits: list[dict[str, Any]] = field(default_factory=list)
+    """What each edit did besides (`measures.edit`); below, the means."""
+    outside_colour: float | None = None
+    outside_ssim: float | None = None
+    cast: float | None = None
+    blur: float | None = None
+    done: float | None = None
 
     def line(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value not in (None, [])}

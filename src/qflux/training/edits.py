@@ -1,6 +1,6 @@
 """What a checkpoint is worth to the eye: edits of a few held-out samples and of somebody's own images.
 
-All are drawn as one ragged batch, and measured for how far they moved what they should have left alone. Nothing but the
+All are drawn as one ragged batch, and measured for what they did to what they should have left alone. Nothing but the
 cache and the VAE's decoder is needed. All ranks take part: a sharded model can't run on one alone.
 """
 
@@ -25,6 +25,7 @@ from qflux.data.lint.alignment import drift_between
 from qflux.data.sample import Sample
 from qflux.errors import DataError
 from qflux.files.hashing import seed_of
+from qflux.measures.edit import measure
 from qflux.models.facts import Facts
 from qflux.models.family import Encoder
 from qflux.models.precision import dtype_of
@@ -100,6 +101,7 @@ class DrawnEdits:
         self._device = device
         self._dtype = dtype_of(config.model.dtype)
         self._samples = _varied(samples, config.validation.images)
+        self._through_vae: dict[str, tuple[Image.Image, Image.Image | None]] = {}
 
     def __call__(self, model: TrainedModel, steps: int | None = None, count: int | None = None) -> list[DrawnEdit]:
         """Draw them all (or `count`), as one batch; by default with the configured number of steps."""
@@ -142,16 +144,22 @@ class DrawnEdits:
         )
 
     def _drawn(self, sample: Sample, encoded: EncodedSample, latents: Tensor) -> DrawnEdit:
-        target, controls = encoded.shapes.targets[0], encoded.shapes.controls
-        output, mask = self._decode(latents, target), _mask(encoded)
-        drift = None
-        if controls[:1] == (target,):
-            # Both through the VAE: what it does to an image is no drift.
-            drift = drift_between(self._decode(encoded.controls[0], controls[0]), output, mask)
+        output, mask = self._decode(latents, encoded.shapes.targets[0]), _mask(encoded)
+        wanted, control = self._references(encoded)
+        drift = drift_between(control, output, mask) if control is not None else None
         latents_given = zip((encoded.target, *encoded.controls), encoded.shapes.images, strict=True)
         given = [self._given(sample, number, *item) for number, item in enumerate(latents_given)]
         shown = None if mask is None else _mask_picture(mask, output.size)
-        return DrawnEdit(sample.name, sample.prompt, output, given[0], tuple(given[1:]), shown, drift)
+        measures = measure(output, control, wanted, mask, original=given[0])
+        return DrawnEdit(sample.name, sample.prompt, output, given[0], tuple(given[1:]), shown, drift, measures)
+
+    def _references(self, encoded: EncodedSample) -> tuple[Image.Image, Image.Image | None]:
+        """The wanted image, and the control if it is of the same size, through the VAE: what that does is no edit's."""
+        if encoded.id not in self._through_vae:
+            (target,), controls = encoded.shapes.targets, encoded.shapes.controls
+            control = self._decode(encoded.controls[0], target) if controls[:1] == (target,) else None
+            self._through_vae[encoded.id] = self._decode(encoded.target, target), control
+        return self._through_vae[encoded.id]
 
     def _drawn_own(self, edit: PreparedEdit, latents: Tensor) -> DrawnEdit:
         output = self._decode(latents, edit.prepared.target)
