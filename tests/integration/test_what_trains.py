@@ -159,3 +159,32 @@ def test_optimizers_from_elsewhere_train_and_resume_exactly(config, optimizer, a
 def test_a_setting_without_effect_is_an_error(config, setting, message):
     with pytest.raises(ConfigError, match=message):
         config(setting)
+
+
+def test_lora_plus_moves_up_projections_faster(config):
+    """SGD without momentum: a step is the rate times the gradient, and the first gradient is the same."""
+    one = [*SGD, "train.max_train_steps=1", "train.max_grad_norm=null"]
+    plain, plus = (
+        load_file(Trainer(config(*one, f"run_name=plus-{ratio}", f"lora.plus_ratio={ratio}")).fit().adapter)
+        for ratio in (1.0, 16.0)
+    )
+    ups = [name for name in plain if ".lora_B." in name or name.endswith("lora_up.weight")]
+    assert ups
+    for name, tensor in plus.items():
+        expected = 16 * plain[name] if name in ups else plain[name]  # ups begin at zero
+        assert torch.allclose(tensor, expected, rtol=1e-5, atol=1e-9), name
+
+
+def test_a_run_with_lora_plus_goes_on_to_the_same_bytes(config):
+    settings = ["lora.plus_ratio=4.0", "optimizer.init_args={lr: 0.001}", "train.checkpoint_every=2"]
+    whole = Trainer(config(*settings, "run_name=whole", "train.max_train_steps=4")).fit().adapter
+    Trainer(config(*settings, "run_name=parts", "train.max_train_steps=2")).fit()
+    parts = Trainer(config(*settings, "run_name=parts", "train.max_train_steps=4")).fit().adapter
+    assert whole.read_bytes() == parts.read_bytes()
+
+
+def test_lora_plus_is_refused_where_it_has_no_effect(config):
+    with pytest.raises(ConfigError, match="plus_ratio is for lora and dora"):
+        config("lora.plus_ratio=4.0", "lora.type=lokr")
+    with pytest.raises(ConfigError, match="plus_ratio is for lora and dora"):
+        config("lora.plus_ratio=4.0", "train.method=full")

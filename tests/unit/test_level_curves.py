@@ -20,6 +20,9 @@ SETTINGS = [
     {"density": "mode", "mode_scale": 1.0},
     {"density": "uniform", "shift": "none"},
     {"density": "uniform", "shift": "fixed", "fixed_shift": 4.0},
+    {"low": 0.3, "high": 0.7},
+    {"density": "mode", "mode_scale": 1.0, "low": 0.5},
+    {"density": "uniform", "shift": "none", "high": 0.25},
 ]
 
 
@@ -34,6 +37,31 @@ def test_the_curve_of_all_samples_is_the_histogram_of_draws(settings):
     assert wanted.mean() == pytest.approx(1.0)
     # A bin of 120 draws varies by 10 %; added up, the two agree within what 6,000 draws can tell.
     assert np.abs(np.cumsum(found - wanted)).max() / BINS < 0.025
+
+
+@pytest.mark.parametrize("settings", SETTINGS[-3:], ids=str)
+def test_levels_between_two_bounds_are_those_of_the_whole_density_that_lie_there(settings):
+    bounded = TimestepSettings(**settings)
+    whole = NoiseLevels(bounded.model_copy(update={"low": 0.0, "high": 1.0}), NoiseShift())
+    every = np.array([whole.draw(0, "a", visit, 1024, 1)[0] for visit in range(20000)])
+    kept = every[(every >= bounded.low) & (every <= bounded.high)]
+    drawn = np.array([NoiseLevels(bounded, NoiseShift()).draw(1, "a", visit, 1024, 1)[0] for visit in range(4000)])
+    assert drawn.min() >= bounded.low
+    assert drawn.max() <= bounded.high
+    quantiles = np.linspace(0.02, 0.98, 25)
+    width = bounded.high - bounded.low
+    assert np.abs(np.quantile(drawn, quantiles) - np.quantile(kept, quantiles)).max() < 0.05 * width
+
+
+def test_without_bounds_nothing_is_drawn_differently():
+    first = NoiseLevels(TimestepSettings(), NoiseShift()).draw(3, "cat", 5, 64, 4)
+    assert first[0] == pytest.approx(0.3585788294637456)
+    assert NoiseLevels(TimestepSettings(low=0.01), NoiseShift()).draw(3, "cat", 5, 64, 4)[0] != first[0]
+
+
+def test_bounds_with_nothing_between_them_are_refused():
+    with pytest.raises(ValueError, match="no noise level between them"):
+        TimestepSettings(low=0.6, high=0.5)
 
 
 def test_sizes_are_told_apart_where_the_shift_goes_by_them():

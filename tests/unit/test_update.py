@@ -22,7 +22,7 @@ def make(optimizer: str = "AdamW", stop: bool = True, ema: bool = False, scaled:
     parameters = {name: torch.nn.Parameter(torch.randn(4, 3)) for name in "ab"}
     built = build_optimizer(
         OptimizerSettings(class_path=f"torch.optim.{optimizer}", init_args={"lr": RATE, **options}),
-        list(parameters.values()),
+        parameters,
     )
     return Update(
         parameters,

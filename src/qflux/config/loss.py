@@ -46,6 +46,16 @@ class TimestepSettings(Section):
         json_schema_extra=DECIDES,
     )
     fixed_shift: float = Field(default=3.0, gt=0, description="of shift: fixed", json_schema_extra=DECIDES)
+    low: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="no noise level below this is drawn, after the shift; those above are drawn as before, more often",
+        json_schema_extra=DECIDES_IF_SET,
+    )
+    high: float = Field(
+        default=1.0, gt=0, le=1, description="no noise level above this is drawn", json_schema_extra=DECIDES_IF_SET
+    )
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> TimestepSettings:
@@ -55,6 +65,8 @@ class TimestepSettings(Section):
                 raise ValueError(f"{name} is for density: {density}, and density is {self.density}")
         if self.fixed_shift != 3.0 and self.shift != "fixed":
             raise ValueError(f"fixed_shift is for shift: fixed, and shift is {self.shift}")
+        if self.high - self.low < 0.001:
+            raise ValueError(f"low is {self.low:g} and high is {self.high:g}: there is no noise level between them")
         return self
 
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from qflux.config.section import (
     DECIDES,
+    DECIDES_IF_SET,
     FREE,
     MATCHES,
     NOTED,
@@ -96,6 +97,12 @@ class LoraSettings(Section):
         default="gaussian",
         description="of the down projection of lora and dora; up is zero",
         json_schema_extra=DECIDES,
+    )
+    plus_ratio: float = Field(
+        default=1.0,
+        gt=0,
+        description="LoRA+: the learning rate of up projections, over that of down projections; its authors use 16",
+        json_schema_extra=DECIDES_IF_SET,
     )
     init_from: Folder | None = Field(
         default=None,

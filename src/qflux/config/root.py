@@ -67,6 +67,8 @@ class Config(Section):
                 "model.quantization: fp8 and train.compile do not go together: compilation of a 12B model does not end "
                 "its first step in minutes; use one of them, or int8"
             )
+        if self.lora.plus_ratio != 1 and (self.train.method == "full" or self.lora.type in ("lokr", "loha")):
+            raise ValueError("lora.plus_ratio is for lora and dora: nothing else has up and down projections")
         if self.model.quantization == "nf4" and self.lora.type in ("lokr", "loha"):
             raise ValueError(f"lora.type: {self.lora.type} can't be put on an nf4 base; use fp8, int8 or another type")
         if self.train.streamed_blocks not in ("auto", 0):

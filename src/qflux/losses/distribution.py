@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from qflux.data.sample import Sample
-from qflux.losses.timesteps import NoiseLevels, before_shift
+from qflux.losses.timesteps import NoiseLevels
 
 Curve = list[tuple[float, float]]
 """Noise levels, and how often one is drawn against a draw that prefers none."""
@@ -38,9 +38,8 @@ def visited_sizes(samples: Iterable[Sample]) -> dict[int, float]:
 
 
 def _curve(levels: NoiseLevels, sizes: Mapping[int, float]) -> Curve:
-    drawn = [before_shift(levels.settings, (draw + 0.5) / _DRAWS) for draw in range(_DRAWS)]
     bins, total = [0.0] * BINS, sum(sizes.values())
     for tokens, visits in sizes.items():
-        for level in drawn:
-            bins[min(BINS - 1, int(levels.shifted(level, tokens) * BINS))] += visits
+        for draw in range(_DRAWS):
+            bins[min(BINS - 1, int(levels.level((draw + 0.5) / _DRAWS, tokens) * BINS))] += visits
     return [((place + 0.5) / BINS, count * BINS / (total * _DRAWS)) for place, count in enumerate(bins)]

@@ -6,7 +6,9 @@ Batch, rank, worker and order do not matter, so a run is the same however it is 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch import Tensor
 from qflux.config import LossSettings, TimestepSettings
 from qflux.files.hashing import seed_of
 
+_EDGE = 1e-9
+"""A normal distribution has no share 0."""
 LEAST_SIGMA = 1e-3
 """Below this a weight of sigma^-2 grows no further; it is the lowest noise level of a schedule of 1000 steps."""
 
@@ -83,8 +87,16 @@ class NoiseLevels:
     def draw(self, seed: int, sample_id: str, visit: int, tokens: int, channels: int) -> tuple[float, Tensor]:
         """The noise level in (0, 1) and the noise `(tokens, channels)` of one visit to one sample."""
         generator = torch.Generator().manual_seed(seed_of("noise", seed, sample_id, visit))
-        sigma = self.shifted(_density(self.settings, generator), tokens)
+        if (self.settings.low, self.settings.high) == (0, 1):
+            sigma = self.shifted(_density(self.settings, generator), tokens)
+        else:
+            sigma = self.level(float(torch.rand((), generator=generator, dtype=torch.float64)), tokens)
         return sigma, torch.randn(tokens, channels, generator=generator)
+
+    def level(self, share: float, tokens: int) -> float:
+        """The noise level that this share of all draws lies on one side of."""
+        first, last = _shares(self, tokens)
+        return self.shifted(before_shift(self.settings, first + (last - first) * share), tokens)
 
     def fixed_draw(
         self, seed: int, sample_id: str, level: int, levels: int, tokens: int, channels: int
@@ -99,6 +111,33 @@ class NoiseLevels:
             return sigma
         factor = self.settings.fixed_shift if self.settings.shift == "fixed" else self.shift.factor(tokens, self.steps)
         return factor * sigma / (1 + (factor - 1) * sigma)
+
+
+@lru_cache(maxsize=4096)
+def _shares(levels: NoiseLevels, tokens: int) -> tuple[float, float]:
+    """Of the draws of a density as it is, the part whose levels lie between `low` and `high`."""
+    settings = levels.settings
+    if (settings.low, settings.high) == (0, 1):
+        return 0.0, 1.0
+
+    def level(share: float) -> float:
+        return levels.shifted(before_shift(settings, share), tokens)
+
+    rises = level(0.25) < level(0.75)
+    ends = (settings.low, settings.high) if rises else (settings.high, settings.low)
+    return _share_at(level, ends[0], rises), _share_at(level, ends[1], rises)
+
+
+def _share_at(level: Callable[[float], float], wanted: float, rises: bool) -> float:
+    """Where a curve that rises, or falls, from share 0 to share 1 has a level."""
+    least, most = _EDGE, 1 - _EDGE
+    for _ in range(60):
+        middle = (least + most) / 2
+        if (level(middle) < wanted) == rises:
+            least = middle
+        else:
+            most = middle
+    return (least + most) / 2
 
 
 def level_weight(sigma: float, settings: LossSettings) -> float:

@@ -32,6 +32,7 @@ from qflux.errors import CheckpointError
 from qflux.files.atomic import new_folder, restore_folder, write_json, write_tensors
 from qflux.files.hashing import file_hash
 from qflux.training.distributed import World, copy_, full_tensor
+from qflux.training.optimizer.build import ordered
 from qflux.training.optimizer.state import flatten_optimizer, plain, restore_optimizer
 from qflux.training.optimizer.step import Update
 from qflux.training.resume_guard import Past
@@ -130,7 +131,7 @@ class Checkpoints:
 
     def _snapshot(self, step: int, state: TrainingState, held_out: float | None) -> _Snapshot:
         update = state.update
-        tensors, scalars = flatten_optimizer(update.optimizer, list(update.parameters.values()))
+        tensors, scalars = flatten_optimizer(update.optimizer, ordered(update.optimizer))
         files: dict[str, Mapping[str, Tensor]] = {
             "parameters.safetensors": update.parameters,
             "optimizer.safetensors": tensors,
@@ -250,7 +251,7 @@ class Checkpoints:
                 tensor.fill_(saved["loss_scale"][name])
         restore_optimizer(
             update.optimizer,
-            list(update.parameters.values()),
+            ordered(update.optimizer),
             self._tensors(folder, "optimizer.safetensors"),
             saved["optimizer"],
         )

@@ -162,7 +162,7 @@ def sample_reader(config: Config, pretrained: Pretrained, dataset: Dataset) -> S
 
 def build_update(config: Config, model: TrainedModel, world: World, device: torch.device, total: int) -> Update:
     """The optimizer of a model, with everything that a step needs."""
-    optimizer = build_optimizer(config.optimizer, list(model.parameters.values()))
+    optimizer = build_optimizer(config.optimizer, model.parameters, config.lora.plus_ratio)
     return Update(
         model.parameters,
         optimizer,

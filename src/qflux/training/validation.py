@@ -62,7 +62,8 @@ class HeldOutLoss:
         # As many to a batch as have the length of the longest: the same batches in every run.
         lengths = [trial.sample.tokens for trial in self._trials]
         self._batches = fitting(lengths, max(lengths, default=0))
-        timesteps = [config.loss.timesteps.model_dump(mode="json")]
+        # It is measured at all levels, whichever of them train.
+        timesteps = [config.loss.timesteps.model_dump(mode="json", exclude={"low", "high"})]
         timesteps += [asdict(noise.shift)] if noise.shift != NoiseShift() else []
         keys = [sample.embeddings.identity for sample in chosen if sample.embeddings is not None]
         self.measure = key_of(keys, self._levels, config.seed, *timesteps)[:16]

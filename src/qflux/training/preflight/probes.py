@@ -88,8 +88,9 @@ def require_room(folder: Path, needed: int, already_there: int = 0) -> str:
 
 
 def _optimizer(config: Config, total_steps: int) -> str:
-    probe = [nn.Parameter(torch.zeros(1, 1))]
-    build_schedule(config.train, build_optimizer(config.optimizer, probe), max(1, total_steps))
+    probe = {f"layer.lora_{part}.default": nn.Parameter(torch.zeros(1, 1)) for part in "AB"}
+    optimizer = build_optimizer(config.optimizer, probe, config.lora.plus_ratio)
+    build_schedule(config.train, optimizer, max(1, total_steps))
     return f"{config.optimizer.class_path}, {config.train.lr_scheduler}"
 
 
