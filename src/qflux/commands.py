@@ -17,10 +17,11 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
+from pydantic import ValidationError
 
 from qflux.adapters.attach import Weighted
 from qflux.adapters.convert import MERGED, Exported, export_adapters
@@ -30,6 +31,7 @@ from qflux.cache.cache import EmbeddingCacheManager
 from qflux.cache.samples import count_text, read_samples, require_complete
 from qflux.cache.stored import read_stored
 from qflux.config import Config
+from qflux.config.sampling import PredictSettings
 from qflux.data.dataset import Dataset
 from qflux.data.images.sizes import AskedSize
 from qflux.data.lint.inspect import Inspected, inspect
@@ -146,14 +148,16 @@ class Trainer:
         lora_scale: float = 1.0,
         size: AskedSize = None,
         seeds: Sequence[int] | None = None,
+        **options: Any,
     ) -> list[Image.Image]:
         """Edit images: per prompt its control images (the first one is the image to edit), of any sizes.
 
         `lora` is an adapter file or folder, or several with a weight each. `size` is `(height, width)` of the results
         or "input", as large as the first control; the default is `predict.size`, and then the first control's size
-        after preprocessing. `seeds` has one entry per prompt; the default is `predict.seed` for each.
+        after preprocessing. `seeds` has one entry per prompt; the default is `predict.seed` for each. `options` take
+        the place of settings of `predict`: `num_inference_steps=8`, `guidance_scale=2.5`, `negative_prompt="blurry"`.
         """
-        settings = self.config.predict
+        settings = self._predict_settings(options)
         size = settings.size if size is None else size
         seeds = seeds if seeds is not None else [settings.seed] * len(prompts)
         if not len(images) == len(prompts) == len(seeds):
@@ -165,7 +169,17 @@ class Trainer:
             for controls, prompt, seed in zip(images, prompts, seeds, strict=True)
         ]
         adapters = [Weighted(Path(lora).expanduser(), lora_scale)] if isinstance(lora, str | Path) else lora or ()
-        return self.predictor(adapters)(edits)
+        config = self.config.model_copy(update={"predict": settings})
+        return load_predictor(self.pretrained, config, adapters)(edits)
+
+    def _predict_settings(self, options: dict[str, Any]) -> PredictSettings:
+        """The config's, with other values for some; what is not right about those is a `ConfigError`."""
+        try:
+            return PredictSettings.model_validate({**self.config.predict.model_dump(), **options})
+        except ValidationError as error:
+            first = error.errors()[0]
+            name, value = ".".join(map(str, first["loc"])), repr(first.get("input"))[:80]
+            raise ConfigError(f"predict.{name}: {first['msg']}, and it is {value}") from None
 
     def predictor(self, adapters: Sequence[Weighted] = ()) -> Predictor:
         """Everything loaded for predictions, with any number of adapters."""

@@ -14,6 +14,8 @@ class Launch:
     local_rank: int = 0
     """Among the processes of this machine: the number of the GPU it takes."""
     world_size: int = 1
+    local_size: int = 1
+    """Processes of this machine; all of them, if nobody says."""
 
     @property
     def is_first(self) -> bool:
@@ -29,7 +31,7 @@ class Launch:
 def launched() -> Launch:
     """The processes of this program. It is read anew each time: a test may run several worlds in one process."""
     size, local_rank = _number("WORLD_SIZE", 1), _number("LOCAL_RANK", 0)  # that alone chooses a GPU, too
-    return Launch(_number("RANK", 0) if size > 1 else 0, local_rank, size)
+    return Launch(_number("RANK", 0) if size > 1 else 0, local_rank, size, max(1, _number("LOCAL_WORLD_SIZE", size)))
 
 
 def _number(name: str, default: int) -> int:

@@ -277,6 +277,18 @@ def test_no_more_waits_in_host_memory_than_there_is_room_for(tmp_path):
     assert predicted.on_host == choice.streamed == 0
 
 
+def test_more_than_host_memory_has_is_refused_by_name(tmp_path):
+    config, footprint = footprint_of(tmp_path, "train.streamed_blocks=3", "train.gradient_checkpointing=true")
+    with pytest.raises(ConfigError, match=r"(?s)wait in host memory.*train\.streamed_blocks"):
+        choose(config, footprint, ARITHMETIC, Card("a card", 10**12, 1e14, host=1000), [[[40, 30]]], compiled=False)
+
+
+def test_settings_about_recomputed_blocks_are_refused_where_there_are_none(tmp_path):
+    for name in ("keep_attention", "offload_inputs"):
+        with pytest.raises(ConfigError, match=f"{name} is about recomputed blocks"):
+            footprint_of(tmp_path, f"train.{name}=true", "train.gradient_checkpointing=false")
+
+
 def test_streamed_weights_are_counted_in_slots(tmp_path):
     _, footprint = footprint_of(tmp_path)
     largest = max(kind.weights for kind in footprint.kinds)

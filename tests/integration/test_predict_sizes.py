@@ -16,7 +16,7 @@ from published import photo
 from qflux.adapters.files import FILE_NAME
 from qflux.commands import Trainer
 from qflux.config import load_config
-from qflux.errors import DataError
+from qflux.errors import ConfigError, DataError
 from qflux.main import main as module_main
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
@@ -311,3 +311,26 @@ def test_a_missing_image_is_named_before_anything_is_loaded(config_file, capsys,
 def test_options_of_one_edit_need_its_prompt(option, config_file, capsys):
     assert run("predict", "--config", config_file("predict.prompts=[a]"), *option) == 2
     assert "needs a --prompt" in capsys.readouterr().err
+
+
+def test_predictions_from_python_take_any_setting_of_predict(tmp_path):
+    family = get_family("qwen-image-edit")
+    save_checkpoint(family.tiny(0), tmp_path / "model", family.pipeline)
+    settings = {
+        "family": family.name,
+        "model": {"pretrained": str(tmp_path / "model"), "dtype": "float32", "device": "cpu"},
+        "data": {"path": "nowhere"},
+    }
+    asked = {"num_inference_steps": 2, "negative_prompt": "blurry", "true_cfg_scale": 3.0, "seed": 5}
+    shared = {"size": (64, 64)}
+    configured = Trainer(load_config({**settings, "predict": asked}))
+    (expected,) = configured.predict([[photo(64, 64)]], ["red"], **shared)
+    plain = Trainer(load_config(settings))
+    (found,) = plain.predict([[photo(64, 64)]], ["red"], **shared, **asked)
+    assert np.array_equal(np.asarray(found), np.asarray(expected))
+    (other,) = plain.predict([[photo(64, 64)]], ["red"], **shared, **{**asked, "num_inference_steps": 3})
+    assert not np.array_equal(np.asarray(other), np.asarray(expected))
+    with pytest.raises(ConfigError, match=r"predict\.num_inference_steps: .*-1"):
+        plain.predict([[photo(64, 64)]], ["red"], num_inference_steps=-1)
+    with pytest.raises(ConfigError, match=r"predict\.steps: .*not permitted"):
+        plain.predict([[photo(64, 64)]], ["red"], steps=3)

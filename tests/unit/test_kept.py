@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from qflux.memory import hosting
 from qflux.memory.hosting import HostedInputs
 from qflux.memory.recomputation import Recomputation
+from qflux.ragged import kept
 from qflux.ragged.kept import fused
 
 
@@ -109,6 +111,49 @@ def test_hosted_inputs_leave_nothing_behind_if_there_is_no_backward_pass():
         del tokens, other
         gc.collect()
         assert hosted._newest() is None
+
+
+def test_an_interrupted_pass_and_attention_without_a_gradient_leave_nothing_behind():
+    """What a call keeps must not hold the call: nobody could see that both are garbage."""
+    kernel = Kernel()
+    blocks = [Block(kernel, True, [5, 3]) for _ in range(3)]
+    run = Recomputation({id(block) for block in blocks}, keeps_attention=True)
+    made: list[weakref.ref[object]] = []
+    known = kept._Call.__init__
+    kept._Call.__init__ = lambda self, kernel: made.append(weakref.ref(self)) or known(self, kernel)
+    try:
+        tokens, other = torch.randn(4, 16).requires_grad_() * 1, torch.randn(4, 16).requires_grad_() * 1
+        for block in blocks:
+            tokens, other = run(block, tokens, other)
+        del tokens, other
+        gc.collect()
+        assert len(made) == 6
+        assert all(reference() is None for reference in made)
+        frozen = Block(kernel, True, [5, 3]).requires_grad_(False)
+        run = Recomputation({id(frozen)}, keeps_attention=True)
+        trained = torch.nn.Parameter(torch.ones(16))
+        tokens, _ = run(frozen, torch.randn(4, 16), torch.randn(4, 16))
+        (tokens * trained).sum().backward()
+        assert len(made) == 6, "nothing of it will be asked for again"
+    finally:
+        kept._Call.__init__ = known
+
+
+def test_inputs_are_sent_for_before_they_are_needed(monkeypatch):
+    """Blocks of two inputs: when one runs backward, both inputs of the next are on their way."""
+    ready: list[bool] = []
+    arrived = hosting._Parcel.arrived
+    monkeypatch.setattr(
+        hosting._Parcel, "arrived", lambda self: ready.append(self._device is not None) or arrived(self)
+    )
+    # On a CPU nothing leaves by itself.
+    monkeypatch.setattr(hosting._Parcel, "has_left", lambda self: setattr(self, "_device", None))
+    hosted = HostedInputs()
+    blocks = [Block(Kernel(), False, [8]) for _ in range(6)]
+    run = Recomputation({id(block) for block in blocks}, hosted=hosted)
+    gradients(blocks, (4, 4), run)
+    assert len(ready) == 12
+    assert all(ready), ready
 
 
 @pytest.mark.parametrize("keeps", [False, True])

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
+from diffusers import AutoencoderKLFlux2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from qflux.data.encoded import TextLimit
 from qflux.errors import ConfigError
+from qflux.memory.counting import MemoryCount
 from qflux.memory.placing import Divided, free_memory, model_bytes, place
 from qflux.memory.streaming import SLOTS
 from qflux.models import get_family
-from qflux.models.encoding import encoder_of
+from qflux.models.encoding import _tiles, encoder_of
 
 CPU = torch.device("cpu")
 
@@ -78,6 +81,15 @@ def test_too_little_for_anything_is_told_before_anything_is_moved():
     assert [parameter.data_ptr() for parameter in model.parameters()] == where
 
 
+def test_what_is_left_free_is_a_wish():
+    """An image needs room, too; but a model that could run without is not refused because of it."""
+    model = Model(8)
+    least = Divided.of(model).bytes(Divided.of(model).all)
+    place([model], CPU, least + 10, workspace=10**9)
+    assert len({p.untyped_storage().data_ptr() for p in model.chains[0].parameters()}) == SLOTS
+    place([], CPU, 0, workspace=10**9)
+
+
 def test_nobody_counts_the_memory_of_a_cpu_unless_asked():
     assert free_memory(CPU, None) is None
     assert free_memory(CPU, 10**9) == 10**9
@@ -105,11 +117,14 @@ def test_an_image_that_does_not_fit_is_taken_in_tiles_and_the_next_one_whole_aga
     for method in known:
         monkeypatch.setattr(vae, method, full(method))
     caplog.set_level(logging.WARNING)
-    (tiled,) = encoder.encode_images([pixels])
+    tile = getattr(vae, "tile_sample_min_size", None)
+    first, tiled = encoder.encode_images([pixels, pixels])
+    assert torch.equal(first, tiled)
+    assert getattr(vae, "tile_sample_min_size", None) == tile
     again = encoder.decode_image(whole, (1, side, side))
     assert tiled.shape == whole.shape
     assert again.shape == drawn.shape
-    assert sum("overlapping tiles" in record.message for record in caplog.records) == 2
+    assert sum("overlapping tiles" in record.message for record in caplog.records) == 3
     monkeypatch.undo()
     assert torch.equal(encoder.encode_images([pixels])[0], whole)
 
@@ -119,3 +134,17 @@ def test_an_image_that_does_not_fit_is_taken_in_tiles_and_the_next_one_whole_aga
     monkeypatch.setattr(vae, "decode", never)
     with pytest.raises(torch.OutOfMemoryError):
         encoder.decode_image(whole, (1, side, side))
+
+
+def test_tiles_of_a_published_vae_take_less_memory_than_a_megapixel():
+    """Left to itself, it takes images of up to 1024 pixels as a whole."""
+    with torch.device("meta"):
+        vae = AutoencoderKLFlux2().eval().requires_grad_(False)
+        latents = torch.empty(1, 32, 128, 128)
+    peaks = []
+    for tiled in (False, True):
+        way = _tiles(vae) if tiled else nullcontext()
+        with torch.no_grad(), way, MemoryCount([*vae.parameters(), *vae.buffers()]) as count:
+            vae.decode(latents)
+        peaks.append(count.peak)
+    assert peaks[1] < 0.4 * peaks[0]

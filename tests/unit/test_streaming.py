@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -89,3 +91,23 @@ def test_without_recomputation_a_backward_pass_would_see_other_weights():
 
     with pytest.raises((RuntimeError, AssertionError)):
         assert torch.equal(stored(blocks), stored(plain))
+
+
+def test_streamed_blocks_are_gone_when_their_model_is():
+    """Without the garbage collector: what waits in host memory is gigabytes."""
+    blocks = network([5] * 6)
+    StreamedBlocks(blocks, torch.device("cpu"))
+    alive = [weakref.ref(block) for block in blocks]
+    gc.disable()
+    try:
+        del blocks
+        assert all(reference() is None for reference in alive)
+    finally:
+        gc.enable()
+
+
+def test_blocks_that_share_a_weight_are_refused():
+    blocks = network([5] * 4)
+    blocks[2].first = blocks[0].first
+    with pytest.raises(ValueError, match="share a weight"):
+        StreamedBlocks(blocks, torch.device("cpu"))

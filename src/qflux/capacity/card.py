@@ -8,11 +8,13 @@ from pathlib import Path
 import torch
 
 from qflux.capacity.flops import PEAKS, peak_of
+from qflux.launch import launched
 from qflux.memory.placing import free_memory
 
 _LIKE = ((10e9, "RTX 4060"), (14e9, "RTX 4070"), (20e9, "RTX 4080"), (28e9, "RTX 4090"), (40e9, "RTX 5090"),
          (60e9, "L40S"), (100e9, "H100"), (200e9, "H200"))  # fmt: skip
 """A card that has about so much memory: its speed is taken where nobody has said which card it is."""
+_GROUP = Path("/sys/fs/cgroup")
 _COPIED = 2**26
 """Bytes of a copy that is timed."""
 
@@ -50,12 +52,18 @@ def _like(memory: float) -> tuple[str, float]:
 
 
 def _free_host_memory() -> int | None:
-    """What the system says it could give to programs."""
+    """What the system could give to one of the processes on this machine; in a container, no more than that has."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, ValueError, StopIteration):
         return None
+    try:
+        limit, used = (int((_GROUP / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
+        free = min(free, limit - used)
+    except (OSError, ValueError):  # no group, or one without a limit
+        pass
+    return free // launched().local_size
 
 
 def _measured_link(device: torch.device) -> float:

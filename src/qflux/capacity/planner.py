@@ -24,8 +24,8 @@ _USED = 0.96
 """Of a card's memory: what is freed in pieces can't all be used again."""
 _SPEED = {True: 0.47, False: 0.42}
 """How much of a card's arithmetic compiled and eager blocks reach."""
-_HOST_USED = 0.8
-"""Of host memory that is free: reading data takes some, too."""
+_HOST_USED = 0.7
+"""Of host memory that is free: reading data takes some, and torch's pinned memory comes in powers of two."""
 _LINK_USED = 0.7
 """Of what a link can carry: a block's weights come while the one before it runs, and large blocks of little arithmetic
 wait. On one H200, a step of FLUX.1 in two passes that is bound by its link takes 2.33 s, and 2.38 by this."""
@@ -122,7 +122,7 @@ def choose(
     longest = max(longest, *(length for step in steps for batch in step for length in batch))
     ways = [_with_most_tokens(config, footprint, card, way) for way in _ways(config, footprint.blocks, compiled)]
     work = [_Work.of(step, arithmetic) for step in steps]
-    ways = [way for way in ways if card.host is None or _on_host(way, footprint, work) <= _HOST_USED * card.host]
+    ways = _on_this_host(ways, footprint, card, work, longest)
     if config.train.tokens_per_pass == "auto":
         fitting = [way for way in ways if (way.most_tokens or 0) >= longest]
         if not fitting:
@@ -153,7 +153,7 @@ def predict(
         card=card.name,
         memory=card.memory,
         weights=footprint.weights(choice),
-        on_host=_on_host(choice, footprint, work),
+        on_host=_on_host(choice, footprint, _largest(work, choice, longest)),
         trained=footprint.trained,
         activations=int(footprint.activations(choice)(largest)),
         seconds=_seconds(choice, footprint, card, work),
@@ -195,9 +195,26 @@ def _largest(work: Sequence[_Work], choice: Choice, longest: int) -> int:
     return max(longest, *(each.largest(choice.most_tokens) for each in work))
 
 
-def _on_host(choice: Choice, footprint: Footprint, work: Sequence[_Work]) -> int:
-    """Bytes that wait in host memory."""
-    return footprint.weights_on_host(choice) + int(footprint.inputs_on_host(choice)(_largest(work, choice, 0)))
+def _on_host(choice: Choice, footprint: Footprint, largest: int) -> int:
+    """Bytes that wait in host memory, if the largest pass has so many tokens."""
+    return footprint.weights_on_host(choice) + int(footprint.inputs_on_host(choice)(largest))
+
+
+def _on_this_host(
+    ways: Sequence[Choice], footprint: Footprint, card: Card, work: Sequence[_Work], longest: int
+) -> list[Choice]:
+    """Those that its memory is enough for; an error if somebody has asked for more."""
+    if card.host is None:
+        return list(ways)
+    needed = [_on_host(way, footprint, _largest(work, way, longest)) for way in ways]
+    found = [way for way, bytes_ in zip(ways, needed, strict=True) if bytes_ <= _HOST_USED * card.host]
+    if not found:
+        raise ConfigError(
+            f"{_gib(min(needed))} GiB of weights and inputs would have to wait in host memory, and {_gib(card.host)} "
+            "GiB of that are free for each process",
+            "lower train.streamed_blocks, set train.offload_inputs: false, or free some memory.",
+        )
+    return found
 
 
 def _seconds(choice: Choice, footprint: Footprint, card: Card, work: Sequence[_Work]) -> float:

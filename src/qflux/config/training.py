@@ -183,6 +183,9 @@ class TrainSettings(Section):
             raise ValueError("lr_num_cycles is for lr_scheduler: cosine_with_restarts")
         if self.lr_power != 1.0 and self.lr_scheduler != "polynomial":
             raise ValueError("lr_power is for lr_scheduler: polynomial")
+        for name in ("keep_attention", "offload_inputs"):
+            if getattr(self, name) is True and self.gradient_checkpointing is False:
+                raise ValueError(f"{name} is about recomputed blocks, and gradient_checkpointing is false")
         asked = self.gradient_checkpointing
         if not isinstance(asked, bool | str) and asked < 2:
             raise ValueError(

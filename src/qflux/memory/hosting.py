@@ -58,10 +58,9 @@ class HostedInputs:
         if isinstance(packed, Tensor):
             return packed
         # Blocks run backward in the opposite order: what was saved before this is needed next.
-        while (newest := self._newest()) is not None:
+        # (A block's inputs come together: one of them may have been taken off the list with the other.)
+        while any(reference() is packed for reference in self._parcels):
             self._parcels.pop()
-            if newest is packed:
-                break
         for reference in self._parcels[-_AHEAD:]:
             following = reference()
             if following is not None:
@@ -115,6 +114,7 @@ class _Parcel:
             ready.wait()
             self._device.copy_(self._host, non_blocking=True)
             self._came = self._stream.record_event()
+        self._device.record_stream(self._stream)  # if an error lets go of it, the copy may still be under way
 
     def arrived(self) -> Tensor:
         """The tensor on the device."""

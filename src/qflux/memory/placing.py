@@ -99,14 +99,16 @@ class Divided:
         self.model.to(device)
 
 
-def place(models: Sequence[nn.Module], device: torch.device, room: int | None) -> None:
+def place(models: Sequence[nn.Module], device: torch.device, room: int | None, workspace: int = 0) -> None:
     """Put frozen models on a device, of which they may take `room` bytes together; earlier ones have first choice.
 
-    A model that does not fit leaves whole blocks in host memory, as few as it can.
+    A model that does not fit leaves whole blocks in host memory, as few as it can. `workspace` bytes of the room are
+    left free, if the models can do without them.
     """
     divided = [Divided.of(model) for model in models]
     least = [each.bytes(each.all) for each in divided]
-    if room is not None and sum(least) > room:
+    room = None if room is None else min(room, max(room - workspace, sum(least)))
+    if room is not None and sum(least) > max(0, room):
         names = ", ".join(type(model).__name__ for model in models)
         raise ConfigError(
             f"{room / GIB:.1f} GiB of the GPU are left for {names}, and even with their blocks in host memory they "

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class StreamedBlocks:
         self._holds: list[int | None] = [None] * count
         is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if is_cuda else None
+        for slot in self._slots if self._stream is not None else ():
+            slot.record_stream(self._stream)  # type: ignore[arg-type]
         self._arrived: list[torch.cuda.Event | None] = [None] * count
         self._host = [
             self._moved(tensors, size, self._slots[place % count], pinned=is_cuda)
@@ -54,6 +57,8 @@ class StreamedBlocks:
         if pinned:
             host = page_locked(host)
         for tensor in tensors:
+            if any(tensor.untyped_storage().data_ptr() == each.untyped_storage().data_ptr() for each in self._slots):
+                raise ValueError("two blocks share a weight: they can't be streamed")
             _view(host, start, tensor).copy_(tensor.data)
             tensor.data = _view(slot, start, tensor)
             start += _room(tensor)
@@ -61,10 +66,12 @@ class StreamedBlocks:
 
     def _attend(self, place: int, block: Any) -> None:
         """Have the weights there whenever a block is called: outside of what is compiled, and of what is recomputed."""
-        run = block._compiled_call_impl or block._call_impl
+        # A block that held itself would be freed by the garbage collector only, and its host memory with it.
+        compiled, itself = block._compiled_call_impl, weakref.ref(block)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._enter(place)
+            run = compiled or itself()._call_impl  # type: ignore[union-attr]
             return run(*args, **kwargs)
 
         block._compiled_call_impl = call
@@ -88,18 +95,19 @@ class StreamedBlocks:
         number = place % len(self._slots)
         if not 0 <= place < len(self._host) or self._holds[number] == place:
             return
-        self._holds[number] = place
+        self._holds[number] = None  # whatever happens meanwhile, nobody takes half a copy for a whole one
         weights = self._host[place]
         target = self._slots[number][: weights.numel()]
         if self._stream is None or used is None:
             target.copy_(weights)
-            return
-        with torch.cuda.stream(self._stream):
-            used.wait()
-            target.copy_(weights, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-        self._arrived[number] = arrived
+        else:
+            with torch.cuda.stream(self._stream):
+                used.wait()
+                target.copy_(weights, non_blocking=True)
+                arrived = torch.cuda.Event()
+                arrived.record()
+            self._arrived[number] = arrived
+        self._holds[number] = place
 
 
 def leaves(tensor: Tensor) -> Iterator[Tensor]:
@@ -125,6 +133,8 @@ def page_locked(host: Tensor) -> Tensor:
     address = host.data_ptr()
     status = torch.cuda.cudart().cudaHostRegister(address, host.numel() * host.element_size(), 0)
     if int(status):  # a system that allows little of it, perhaps; torch's own way says what is wrong
+        with suppress(RuntimeError):  # CUDA would tell this error to whoever asks next
+            torch.zeros(1, device="cuda").add_(1).item()
         return host.pin_memory()
     weakref.finalize(host.untyped_storage(), _unlock, address)
     return host

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +18,8 @@ from qflux.ragged.shapes import ImageShape
 logger = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
+_TILE = 512
+"""Pixels of a tile's side."""
 
 
 def encoder_of(family: Family, components: Any, limit: TextLimit) -> Encoder:
@@ -36,7 +40,12 @@ class TiledAtNeed:
         return self._encoder.encode_text(prompts)
 
     def encode_images(self, pixels: Sequence[Tensor]) -> list[Tensor]:
-        return self._tried(lambda: self._encoder.encode_images(pixels))
+        if len(pixels) > 1:
+            try:
+                return self._encoder.encode_images(pixels)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+        return [self._tried(partial(self._encoder.encode_images, [image]))[0] for image in pixels]
 
     def decode_image(self, tokens: Tensor, shape: ImageShape) -> Tensor:
         return self._tried(lambda: self._encoder.decode_image(tokens, shape))
@@ -48,16 +57,30 @@ class TiledAtNeed:
         try:
             return work()
         except torch.OutOfMemoryError:
-            if self._vae.use_tiling:
-                raise
-        # Outside of the handler: the error holds on to what it was raised from.
+            pass  # what follows is outside of the handler: the error holds on to what it was raised from
         torch.cuda.empty_cache()
         logger.warning(
             "there is not enough memory for an image as a whole: it is encoded or decoded in overlapping tiles, with "
             "small differences where they meet"
         )
-        self._vae.enable_tiling()
-        try:
+        with _tiles(self._vae):
             return work()
-        finally:
-            self._vae.disable_tiling()
+
+
+@contextmanager
+def _tiles(vae: Any) -> Iterator[None]:
+    """Let a VAE work in small tiles; left to themselves, some take images of up to a megapixel as a whole."""
+    known = {
+        name: getattr(vae, name) for name in ("tile_sample_min_size", "tile_latent_min_size") if hasattr(vae, name)
+    }
+    vae.enable_tiling()
+    if len(known) == 2:
+        factor = known["tile_sample_min_size"] / known["tile_latent_min_size"]
+        vae.tile_sample_min_size = min(_TILE, known["tile_sample_min_size"])
+        vae.tile_latent_min_size = int(vae.tile_sample_min_size / factor)
+    try:
+        yield
+    finally:
+        vae.disable_tiling()
+        for name, value in known.items():
+            setattr(vae, name, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -88,6 +89,7 @@ class Pretrained:
     def loaded(self, parts: Sequence[str]) -> Any:
         """These parts in host memory, under the names that the family's pipeline has for them."""
         self.facts  # noqa: B018  (a checkpoint of another family is an error that says so)
+        limit_memory(self.device, self._config.memory)
         return self.family.load(self.settings.pretrained, parts, self.dtype, torch.device("cpu"))
 
     def components(self, parts: Sequence[str]) -> Any:
@@ -102,15 +104,21 @@ class Pretrained:
         The image encoder stays, and leaves room for an image. A transformer comes next: it runs many times where text
         encoders run once. Of these, small ones have first choice.
         """
-        limit_memory(self.device, self._config.memory)
         models = {name: part for name, part in vars(components).items() if isinstance(part, nn.Module)}
         images = [models.pop(part) for part in self.family.image_parts if part in models]
         for model in images:
             model.to(self.device)
         transformer = [models.pop("transformer")] if "transformer" in models else []
         free = free_memory(self.device, self._config.memory)
-        room = None if free is None else free - self._workspace(components if images else None)
-        place([*transformer, *sorted(models.values(), key=model_bytes)], self.device, room)
+        placed = [*transformer, *sorted(models.values(), key=model_bytes)]
+        if placed:
+            there = sum(model_bytes(model) for model in placed if self._is_there(model))
+            room = None if free is None else free + there
+            place(placed, self.device, room, 0 if room is None else self._workspace(components if images else None))
+
+    def _is_there(self, model: nn.Module) -> bool:
+        """On the device already: what it takes is not free, and is its own."""
+        return self.device.type == "cuda" and next(model.parameters()).device.type == "cuda"
 
     def _workspace(self, components: Any) -> int:
         """Bytes that the models themselves leave free: for an image of a megapixel, if there is an image encoder."""
@@ -155,6 +163,7 @@ class Pretrained:
 
     def release_memory(self) -> None:
         """Give back what parts that are gone have left allocated."""
+        gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -25,7 +25,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 def fused(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """`kernel(query, key, value)`, which a record may remember."""
     turn = _TURN.get()
-    if turn is None or not torch.is_grad_enabled():
+    if turn is None or not torch.is_grad_enabled() or not any(x.requires_grad for x in (query, key, value)):
         return kernel(query, key, value)
     out: Tensor = _Remembered.apply(turn.next(kernel), query, key, value)
     return out
@@ -77,46 +77,61 @@ class _Call:
         self._kernel: Kernel | None = kernel
         self._out: Tensor | None = None
         self._leaves: list[Tensor] = []
+        self._layouts: list[tuple[int, ...]] = []
         self._given: list[Tensor] = []
+        """The three, while the kernel or its backward pass runs."""
 
     def forward(self, *given: Tensor) -> Tensor:
         """The result; it is computed the first time only."""
         if self._kernel is not None:
-            leaves = [tensor.detach().requires_grad_() for tensor in given]
-            with torch.enable_grad(), saved_tensors_hooks(self._let_go, self._take_again):
-                self._given = leaves
-                self._out = self._kernel(*leaves)
-            self._given = []
-            for leaf in leaves:  # the graph holds them, but needs their place in it only
+            self._leaves = [tensor.detach().requires_grad_() for tensor in given]
+            self._layouts = [tensor.stride() for tensor in given]
+            self._given.extend(self._leaves)
+            with torch.enable_grad(), _without(self._given):
+                self._out = self._kernel(*self._leaves)
+            self._given.clear()
+            for leaf in self._leaves:  # the graph holds them, but needs their place in it only
                 leaf.data = leaf.new_empty(0)
-            self._kernel, self._leaves = None, leaves
+            self._kernel = None
         assert self._out is not None
         return self._out.detach()
 
     def backward(self, grad: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         """The gradients, from the tensors that were computed again; afterwards nothing is kept."""
         assert self._out is not None
-        self._given = list(given)
+        if [tensor.stride() for tensor in given] != self._layouts:
+            raise RuntimeError("queries, keys or values were computed again in another layout; report this, please")
+        self._given.extend(given)
         try:
             return torch.autograd.grad(self._out, self._leaves, grad)
         finally:
-            self._given, self._leaves, self._out = [], [], None
+            self._given.clear()
+            self._leaves, self._out = [], None
 
-    def _let_go(self, saved: Tensor) -> Any:
-        """What a kernel saves: one of the three is let go, and everything else is kept."""
-        for number, tensor in enumerate(self._given):
+
+def _without(given: list[Tensor]) -> saved_tensors_hooks:
+    """Inside, what is saved of the tensors in a list is not kept: it is looked up there when it is needed.
+
+    The hooks know the list and nothing else. If they knew the call, it would hold its graph, and the graph the call,
+    where nobody can see that the two are garbage.
+    """
+
+    def let_go(saved: Tensor) -> Any:
+        for number, tensor in enumerate(given):
             is_shared = saved.untyped_storage()._cdata == tensor.untyped_storage()._cdata
             start = saved.storage_offset() - tensor.storage_offset()
             if is_shared and 0 <= start < _extent(tensor):
                 return number, saved.shape, saved.stride(), start
         return saved
 
-    def _take_again(self, packed: Any) -> Tensor:
+    def take_again(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         number, shape, stride, start = packed
-        tensor = self._given[number]
+        tensor = given[number]
         return tensor.as_strided(shape, stride, tensor.storage_offset() + start)
+
+    return saved_tensors_hooks(let_go, take_again)
 
 
 def _extent(tensor: Tensor) -> int:

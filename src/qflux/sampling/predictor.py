@@ -183,6 +183,7 @@ def load_predictor(pretrained: Pretrained, config: Config, adapters: Sequence[We
     components = pretrained.loaded(("scheduler", *family.text_parts, *family.image_parts))
     components.transformer = pretrained.transformer(device=pretrained.first_stop)
     records = attach_all(components.transformer, family, adapters) if adapters else []
+    components.transformer.requires_grad_(False)  # adapters are placed like everything else
     pretrained.place(components)
     return Predictor(family, components, config, _preprocessing(config, records), pretrained.facts)
 

@@ -62,6 +62,8 @@ class TrainedModel:
         self._world = world
         self._device = device
         self._choice = choice
+        self._keeps_attention = choice.keeps_attention
+        """What the run began with: whichever way one sample is computed, it stays that way to the last bit."""
         self.is_full = config.train.method == "full"
         self._dtype = dtype_of(config.model.dtype)
         if self.is_full:
@@ -100,14 +102,15 @@ class TrainedModel:
             recompute(self.transformer, again, choice.keeps_attention, choice.hosts_inputs)
 
     def take_less_memory(self) -> bool:
-        """Let every block compute all of its activations again, from inputs that wait in host memory.
+        """Let every block compute all of its activations again, from inputs that wait in host memory if they may.
 
         False if that is what they do already.
         """
         now, blocks = self._choice, len(self.family.blocks(self.transformer))
-        if len(now.recomputed(blocks)) == blocks and now.hosts_inputs and not now.keeps_attention:
+        hosts = now.hosts_inputs or self._config.train.offload_inputs == "auto"
+        if len(now.recomputed(blocks)) == blocks and now.hosts_inputs == hosts and not now.keeps_attention:
             return False
-        self._choice = least = replace(now, first=None, every=1, keeps_attention=False, hosts_inputs=True)
+        self._choice = least = replace(now, first=None, every=1, keeps_attention=False, hosts_inputs=hosts)
         self._recompute(least)
         return True
 
@@ -121,7 +124,7 @@ class TrainedModel:
             guidance=self._config.train.guidance,
             padded=self._config.train.execution == "padded",
             # torch's compiler fails on diffusers' own blocks if several samples of one shape go through them at once.
-            ragged=self._choice.keeps_attention or (self._choice.compiled and len(batch.samples) > 1),
+            ragged=self._keeps_attention or (self._choice.compiled and len(batch.samples) > 1),
         )
         with self.computing():
             prediction, _ = batch.images.split(self.family.velocity(self.transformer, inputs))

@@ -71,7 +71,7 @@ class Passes:
             self.batches.most_tokens = max(*shortage.lengths, shortage.tokens // 2)
             remedy = f"from here on a pass has at most {self.batches.most_tokens:,} tokens"
         elif self.model.take_less_memory():
-            remedy = "from here on every block is recomputed, from inputs that wait in host memory"
+            remedy = "from here on every block is recomputed as a whole"
         else:
             raise shortage.error(self.config)
         gc.collect()
