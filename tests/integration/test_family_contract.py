@@ -133,6 +133,20 @@ def test_models_that_wait_in_host_memory_give_the_same_to_the_bit(project, with_
     assert all(torch.equal(*pair) for pair in zip(images, whole[1], strict=True))
 
 
+def test_room_is_left_for_an_image_of_a_megapixel(project):
+    """What its decoding takes is counted on no memory, with the checkpoint's own VAE."""
+    config = load_config(project.trainer.config.dump(), ["memory=3GB"])
+    limited = Trainer(config).pretrained
+    components = limited.loaded(project.family.image_parts)
+    workspace = limited._workspace(components)
+    pixels = 3 * 1024**2 * 4
+    assert pixels < workspace < 3e9
+    limited.place(components)
+    shape = (1, HEIGHT // project.family.pixels_per_token, WIDTH // project.family.pixels_per_token)
+    tokens = torch.randn(shape[1] * shape[2], project.family.facts.image_channels)
+    assert limited.encoder("image").decode_image(tokens, shape).shape[1:] == (HEIGHT, WIDTH)
+
+
 LARGE = [pytest.param((1024, width), marks=pytest.mark.slow) for width in (1024, 1280)]
 
 
