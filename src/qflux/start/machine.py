@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -42,7 +41,3 @@ def this_machine() -> Machine:
             properties = torch.cuda.get_device_properties(0)
             return Machine(properties.name, properties.total_memory / 2**30)
     return Machine()
-
-
-def is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 from qflux.errors import ConfigError
 from qflux.models import registry
 from qflux.models.facts import Facts
-from qflux.start.machine import Machine, is_installed
+from qflux.start.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,6 @@ class Preset:
     """Settings that depend on the model and the machine."""
 
     dtype: str
-    quantization: str | None
     batch_size: int
     largest_side: int
     """Of the square whose area no image should exceed."""
@@ -103,53 +102,25 @@ class Preset:
     notes: tuple[str, ...] = ()
 
 
-def preset(model: Model, machine: Machine, samples: int, side: float) -> Preset:
-    """What a machine allows for a model, and for pictures as large as a square of this side."""
+def preset(model: Model, machine: Machine, samples: int) -> Preset:
+    """What suits a model on a machine."""
     if model.is_small:
-        return Preset("bfloat16" if machine.gpu else "float32", None, min(4, samples), 192, False, False, 320)
-    largest = min(LARGEST, round(side))
+        return Preset("bfloat16" if machine.gpu else "float32", min(4, samples), 192, False, False, 320)
     if not machine.gpu:
         is_large = model.gigabytes > 1
         problem = f"there is no GPU here: a model of {model.gigabytes:.0f} GB takes minutes for a step on a CPU"
         notes = (f"{problem}; this config is written for it all the same",) if is_large else ()
         batch = 1 if is_large else min(4, samples)
-        return Preset("float32", None, batch, LARGEST, is_large, False, _steps(samples, batch), notes)
-    for quantization, package in ((None, None), ("int8", "torchao"), ("nf4", "bitsandbytes")):
-        for batch in (4, 2):
-            if _needed(model, quantization, batch, largest) <= _room(machine):
-                needs = _needs(package) if package else ()
-                size, compiled = min(batch, samples), quantization != "nf4"
-                return Preset("bfloat16", quantization, size, LARGEST, True, compiled, _steps(samples, size), needs)
-    # One at a time, and smaller where that is too much as well.
-    fitting = [s for s in (LARGEST, 768, 512) if _needed(model, "nf4", 1, min(s, largest)) <= _room(machine)]
-    problem = f"{machine} is little for a model of {model.gigabytes:.0f} GB: steps may run out of memory"
-    needs = (*_needs("bitsandbytes"), *(() if fitting else (problem,)))
-    return Preset("bfloat16", "nf4", 1, fitting[0] if fitting else 512, True, False, _steps(samples, 1), needs)
+        return Preset("float32", batch, LARGEST, is_large, False, _steps(samples, batch), notes)
+    # How it fits is the run's own business: it is planned for the card that it starts on.
+    batch = min(4, samples)
+    return Preset("bfloat16", batch, LARGEST, True, True, _steps(samples, batch))
 
 
 LARGEST = 1024
 _SMALL_GIGABYTES = 0.02
-_BYTES = {None: 1.0, "int8": 0.52, "nf4": 0.3}
-"""Of the weights, what is left of bfloat16: with the scales, and the layers that are not quantized."""
-_PER_EDIT = 4.3
-"""GiB that an edit of 1024 x 1024 pixels with one control takes while it trains (benchmarks/memory.py: 4.0 and 4.3)."""
-
-
-def _needed(model: Model, quantization: str | None, batch: int, side: int) -> float:
-    """GiB of a step that recomputes activations."""
-    weights = model.gigabytes * 1e9 / 2**30
-    return weights * _BYTES[quantization] + 1 + _PER_EDIT * batch * (side / LARGEST) ** 2
-
-
-def _room(machine: Machine) -> float:
-    """GiB that a run may plan with: the context of the device and gaps between blocks take the rest."""
-    return 0.93 * machine.memory_gib - 1
 
 
 def _steps(samples: int, batch: int) -> int:
     """About a hundred visits of each sample."""
     return min(4000, max(500, 100 * -(-samples // batch)))
-
-
-def _needs(package: str) -> tuple[str, ...]:
-    return () if is_installed(package) else (f"the weights are quantized, which needs pip install 'qflux[{package}]'",)

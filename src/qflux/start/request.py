@@ -83,7 +83,7 @@ def write_config(request: Request, progress: Callable[[int, int], None] | None =
     seen = look(source, rows, model.family, progress)
     if not seen.has_controls and has_controls:  # a table without controls is known only now
         model = choose_model(request.model, request.family, machine, has_controls=False)
-    chosen = preset(model, machine, len(seen.samples), seen.sides[-1])
+    chosen = preset(model, machine, len(seen.samples))
     plan = Plan(request.data, source, seen, model, machine, chosen, _run_name(output), request.options)
     text = config_text(plan, output)
     if found.rows:

@@ -91,12 +91,12 @@ def _model(plan: Plan) -> list[str]:
     if model.is_small:
         about = f"the small model that ships with qflux; on a GPU: {model.facts.hub_id}"
     quantization = "  # quantization: int8 # or fp8, nf4: the frozen weights take half or a quarter of the memory"
-    if preset.quantization:
-        quantization = f"  quantization: {preset.quantization} # of the frozen weights: {_one_line(str(plan.machine))}"
+    memory = "# memory: 12GB # what a run may take of the GPU; default: what is free"
     return [
         f"family: {model.family}",
         "output_dir: runs # from the folder in which the command is started, like all paths here",
         f"run_name: {json.dumps(plan.run_name)} # everything goes to runs/{plan.run_name}/",
+        *([] if model.is_small else [memory]),
         "",
         "model:",
         f"  pretrained: {json.dumps(model.pretrained, ensure_ascii=False)} # {about}",
@@ -144,8 +144,6 @@ def candidates(sides: list[float], largest: int) -> list[int]:
 def _training(plan: Plan) -> list[str]:
     preset, small = plan.preset, plan.model.is_small
     visits = preset.steps * preset.batch_size // len(plan.seen.samples)
-    small_gpu = preset.quantization == "nf4"
-    optimizer = "bitsandbytes.optim.AdamW8bit" if small_gpu else "torch.optim.AdamW"
     warmup, rate = (30, shipped().learning_rate) if small else (50, "1e-4")
     return [
         "lora:",
@@ -154,7 +152,7 @@ def _training(plan: Plan) -> list[str]:
         *([f"  target_modules: [{', '.join(shipped().lora_targets)}]"] if small else []),
         "",
         "optimizer:",
-        f"  class_path: {optimizer}",
+        "  class_path: torch.optim.AdamW",
         f"  init_args: {{ lr: {rate}, weight_decay: {0.0 if small else '1e-4'} }}",
         "",
         "train:",
