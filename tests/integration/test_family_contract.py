@@ -120,7 +120,7 @@ def test_models_that_wait_in_host_memory_give_the_same_to_the_bit(project, with_
 
     whole, streamed = made(), []
 
-    def tightly(models, device, room):
+    def tightly(models, device, room, workspace=0):
         divided = [Divided.of(model) for model in models]
         streamed.extend(sum(each.all) for each in divided)
         place(models, device, sum(each.bytes(each.all) for each in divided))
