@@ -89,7 +89,6 @@ class Pretrained:
     def loaded(self, parts: Sequence[str]) -> Any:
         """These parts in host memory, under the names that the family's pipeline has for them."""
         self.facts  # noqa: B018  (a checkpoint of another family is an error that says so)
-        limit_memory(self.device, self._config.memory)
         return self.family.load(self.settings.pretrained, parts, self.dtype, torch.device("cpu"))
 
     def components(self, parts: Sequence[str]) -> Any:
@@ -104,6 +103,7 @@ class Pretrained:
         The image encoder stays, and leaves room for an image. A transformer comes next: it runs many times where text
         encoders run once. Of these, small ones have first choice.
         """
+        limit_memory(self.device, self._config.memory)
         models = {name: part for name, part in vars(components).items() if isinstance(part, nn.Module)}
         images = [models.pop(part) for part in self.family.image_parts if part in models]
         for model in images:

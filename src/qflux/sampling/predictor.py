@@ -18,6 +18,7 @@ from qflux.config import Config, ProcessorSettings, load_config
 from qflux.data.images.pixels import to_image
 from qflux.errors import ConfigError
 from qflux.files.hashing import file_hash
+from qflux.memory.placing import limit_memory
 from qflux.models.encoding import encoder_of
 from qflux.models.facts import Facts
 from qflux.models.family import Family, text_limit
@@ -180,6 +181,7 @@ def _finished(image: Image.Image, edit: Prepared) -> Image.Image:
 def load_predictor(pretrained: Pretrained, config: Config, adapters: Sequence[Weighted] = ()) -> Predictor:
     """Everything loaded for predictions, with any number of adapters."""
     family = pretrained.family
+    limit_memory(pretrained.device, config.memory)  # before anything is loaded there
     components = pretrained.loaded(("scheduler", *family.text_parts, *family.image_parts))
     components.transformer = pretrained.transformer(device=pretrained.first_stop)
     records = attach_all(components.transformer, family, adapters) if adapters else []
