@@ -45,11 +45,10 @@ class HostedInputs:
         if tensor.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(tensor.device)
         self._newest()  # those of a pass that is gone are gone too
-        for reference in self._parcels[-_AHEAD:][:1]:
-            # Not the last one: a block sends two at once, and its copy should not be waited for before the block runs.
-            before = reference()
-            if before is not None and len(self._parcels) >= _AHEAD:
-                before.has_left()
+        # Not the last one: a block sends two at once, and its copy should not be waited for before the block runs.
+        before = self._parcels[-_AHEAD]() if len(self._parcels) >= _AHEAD else None
+        if before is not None:
+            before.has_left()
         parcel = _Parcel(tensor.detach(), self._stream)
         self._parcels.append(weakref.ref(parcel))
         return parcel
