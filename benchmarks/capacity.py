@@ -3,10 +3,11 @@
     python benchmarks/capacity.py grid                    # a step on the whole card: the choice against others
     python benchmarks/capacity.py limited                 # the same samples with less and less memory
     python benchmarks/capacity.py others                  # prompts, images and edits within 12 GiB
+    python benchmarks/capacity.py plans                   # what is chosen for common cards: the table of the docs
 
-Needs CUDA; without it a scaled-down model shows that the program works. Full-size models with random weights, LoRA of
-rank 16, bfloat16, blocks compiled. "Predicted" is what `qflux check` would say; memory is that of the tensors
-(`torch.cuda.max_memory_allocated`) after a step in which the optimizer has made its own. Limits are
+Needs CUDA, but for `plans`; without it a scaled-down model shows that the program works. Full-size models with random
+weights, LoRA of rank 16, bfloat16, blocks compiled. "Predicted" is what `qflux check` would say; memory is that of the
+tensors (`torch.cuda.max_memory_allocated`) after a step in which the optimizer has made its own. Limits are
 `torch.cuda.set_per_process_memory_fraction`: the allocator gets no more.
 """
 
@@ -54,9 +55,11 @@ class Bench:
     """A model of one scale, and what is predicted of it."""
 
     name: str
+    size: Scale | None = None
+    """Another than this device is fit for: nothing of it will run."""
 
     def __post_init__(self) -> None:
-        self.scale: Scale = SCALES[self.name]
+        self.scale: Scale = self.size or SCALES[self.name]
         self.family = get_family(self.scale.family)
         folder = Path(tempfile.mkdtemp())
         with torch.device("meta"):
@@ -139,7 +142,7 @@ class Bench:
             seconds, peak, predicted = self.run(step, choice, passes)
         except torch.OutOfMemoryError:
             self.model.zero_grad()
-            cells += ["out of memory", "–", "–", "–", mark]
+            cells += ["out of memory", "–", f"{largest.peak / GIB:.1f}", "–", mark]
             seconds = None
         else:
             cells += [f"{seconds:.3f}", f"{peak:.1f}", f"{predicted / GIB:.1f}", f"{predicted / GIB / peak:.3f}", mark]
@@ -251,16 +254,44 @@ def other(bench: Bench, limit: int) -> None:
     print("|", " | ".join((bench.scale.name, *sizes, *found)), "|", flush=True)
 
 
+def plans() -> None:
+    """Four edits of 1024 x 1024 pixels a step, on cards that are not here."""
+    names, sizes = ("flux3", "qwen21", "klein", "flux", "qwen"), (12, 16, 24, 32, 48, 80, 141)
+    cards = [found for size in sizes if (found := Card.of(torch.device("cpu"), size * 10**9))]
+    print(
+        "| |",
+        " | ".join(f"{size} GB, {card.name.split('like ')[1]}" for size, card in zip(sizes, cards, strict=True)),
+        "|",
+    )
+    print("|---" * (1 + len(sizes)) + "|")
+    for name in names:
+        bench = Bench(name, FULL[name])
+        cells, step = [], Batch([4096] * 4, [512] * 4).lengths
+        for card in cards:
+            choice, plan = choose(
+                bench.config, bench.footprint, bench.arithmetic, card, [[step]], compiled=True, longest=max(step)
+            )
+            parts = [f"{len(choice.recomputed(plan.blocks))} of {plan.blocks}"]
+            parts += [f"{choice.streamed} streamed"] if choice.streamed else []
+            parts += [f"{plan.passes:.0f} pass{'es' if plan.passes > 1 else ''}", f"{plan.seconds:.1f} s"]
+            parts += [f"{plan.on_host / GIB:.0f} GiB of host memory"] if plan.on_host else []
+            cells.append(", ".join(parts))
+        print(f"| {bench.scale.name} |", " | ".join(cells), "|", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["grid", "limited", "others"])
+    parser.add_argument("what", choices=["grid", "limited", "others", "plans"])
     parser.add_argument("--models", nargs="*", choices=sorted(EDITS), default=["flux"])
     parser.add_argument("--limits", nargs="*", type=int, help="GiB")
     arguments = parser.parse_args()
+    limit_memory(torch.device(DEVICE), None)  # as training does
     if arguments.what == "grid":
         grid(arguments.models)
     elif arguments.what == "limited":
         limited(arguments.models, arguments.limits)
+    elif arguments.what == "plans":
+        plans()
     else:
         others(arguments.models, (arguments.limits or [12])[0])
 

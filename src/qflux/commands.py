@@ -130,6 +130,8 @@ class Trainer:
             count_text(dataset, self.pretrained.text_counter())
         if self.config.loss.kind == "mask" and not any(sample.has_mask for sample in dataset.training):
             logger.warning("loss.kind is mask, but no sample has a mask: everything counts as edited")
+        if self.config.loss.preserve.weight > 0:
+            _require_something_to_preserve(dataset, self.config.loss.preserve.toward)
         return dataset
 
     def fit(self, listener: Listener | None = None, accept_data_change: bool = False) -> FitResult:
@@ -200,3 +202,18 @@ def _estimated_length(prompt: str, sizes: Sequence[tuple[int, int]]) -> TextCoun
     """About four letters a token, and one token for 28 x 28 pixels."""
     tokens = len(prompt) // 4 + 1 + sum(height * width // 28**2 for height, width in sizes)
     return TextCount(tokens, tokens)
+
+
+def _require_something_to_preserve(dataset: Dataset, toward: str) -> None:
+    masked = [sample for sample in dataset.training if sample.has_mask]
+    if not masked:
+        raise ConfigError(
+            "loss.preserve.weight is set, but no sample has a mask: everything counts as edited",
+            "add masks (docs/data.md); `qflux inspect --masks FOLDER` makes them from what differs.",
+        )
+    alike = [sample for sample in masked if sample.shapes.controls[:1] == sample.shapes.targets]
+    if toward == "control" and not alike:
+        raise ConfigError(
+            "loss.preserve.toward is control, but no sample with a mask has a first control of its target's size",
+            "set loss.preserve.toward: base.",
+        )

@@ -69,12 +69,12 @@ def test_nothing_waits_for_the_device_inside_a_step(recipe, extra, dtype, reques
     original = Objective.__call__
     steps = []
 
-    def strict(self, prediction, batch):
+    def strict(self, prediction, batch, base=None):
         """From the third step on torch raises where it would wait; the last step ends with a checkpoint, which may."""
         steps.append(1)
         mode = "error" if 3 < len(steps) < config.train.max_train_steps else "default"
         torch.cuda.set_sync_debug_mode(mode)
-        return original(self, prediction, batch)
+        return original(self, prediction, batch, base)
 
     try:
         Objective.__call__ = strict
@@ -89,9 +89,9 @@ def test_a_loss_that_is_nan_stops_the_run_with_the_state_before_it(recipe):
     config = recipe("run_name=nan", "train.max_train_steps=30")
     original, seen = Objective.__call__, []
 
-    def poisoned(self, prediction, batch):
+    def poisoned(self, prediction, batch, base=None):
         seen.append(1)
-        return original(self, prediction * (math.nan if len(seen) == 12 else 1.0), batch)
+        return original(self, prediction * (math.nan if len(seen) == 12 else 1.0), batch, base)
 
     try:
         Objective.__call__ = poisoned

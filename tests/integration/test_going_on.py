@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from helpers import lines, tree
 from qflux.adapters.attach import Weighted
 from qflux.commands import Trainer
 from qflux.errors import CheckpointError, ConfigError, DataError
@@ -227,3 +228,48 @@ def test_an_own_image_that_is_missing_is_found_before_anything_is_loaded(config)
         Trainer(config("validation.edits=[{prompt: x, images: nowhere.png}]")).fit()
     with pytest.raises(ConfigError, match=r"validation\.edits"):
         config("validation.edits=[{images: nowhere.png}]")
+
+
+def test_a_run_goes_on_from_a_chosen_checkpoint_of_another(config):
+    """The steps after it are the same as they were, to the last byte; the run it comes from is not touched."""
+    shared = ("train.max_train_steps=6", "train.checkpoint_every=2", "train.keep_checkpoints=5")
+    whole = Trainer(config(*shared, "run_name=whole")).fit()
+    chosen = config("run_name=whole").run_dir / "checkpoints" / "step-00000002"
+    before = tree(chosen.parent)
+    again = Trainer(config(*shared, "run_name=again", f"train.resume_from={chosen}")).fit()
+    assert again.resumed_from == 2
+    assert again.adapter.read_bytes() == whole.adapter.read_bytes()
+    assert tree(chosen.parent) == before
+    assert Trainer(config(*shared, "run_name=again", "train.resume_from=/nowhere")).fit().resumed_from == 6
+
+
+def test_what_is_no_checkpoint_is_named_with_those_that_are(config):
+    Trainer(config("run_name=whole", "train.max_train_steps=2", "train.checkpoint_every=1")).fit()
+    folder = config("run_name=whole").run_dir / "checkpoints"
+    with pytest.raises(CheckpointError, match="no such folder") as caught:
+        Trainer(config("run_name=other", f"train.resume_from={folder / 'step-00000009'}")).fit()
+    assert "step-00000001, step-00000002" in caught.value.remedy
+    (folder / "step-00000001" / "optimizer.safetensors").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match="is not what the manifest says"):
+        Trainer(config("run_name=other", f"train.resume_from={folder / 'step-00000001'}")).fit()
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        Trainer(config("run_name=other", f"train.resume_from={folder}")).fit()
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, [0, 1, 2, 3, 4, 5]), (4, [0, 4, 5]), (None, [0, 2, 4, 5])])
+def test_validation_has_an_interval_of_its_own(config, every, steps):
+    length = ("train.max_train_steps=5", "train.checkpoint_every=2", "train.keep_checkpoints=9")
+    shared = (*length, "data.held_out={count: 2}")
+    quick = ("validation.images=0", "train.preflight=false")
+    plain = Trainer(config(*shared, *quick, "run_name=plain")).fit()
+    settings = config(*shared, *quick, f"validation.every={every or 'null'}", "run_name=own")
+    result = Trainer(settings).fit()
+    assert [line["step"] for line in lines(settings, "validation.jsonl")] == steps
+    assert result.adapter.read_bytes() == plain.adapter.read_bytes()
+    saved = sorted(folder.name for folder in (settings.run_dir / "checkpoints").glob("step-*"))
+    assert saved == ["step-00000002", "step-00000004", "step-00000005"]
+
+
+def test_an_interval_without_anything_to_validate_is_refused(config):
+    with pytest.raises(ConfigError, match="nothing is held out"):
+        config("validation.every=2")

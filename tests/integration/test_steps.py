@@ -29,7 +29,7 @@ def poison(monkeypatch, visit: int, name: str = "scene_003") -> None:
     """Make the loss of one sample NaN, on one of its visits."""
     original, seen = Objective.__call__, []
 
-    def poisoned(self, prediction, batch):
+    def poisoned(self, prediction, batch, base=None):
         ids = [sample.id for sample in batch.samples]
         if POISONED[name] in ids and torch.is_grad_enabled():
             seen.append(batch)
@@ -39,7 +39,7 @@ def poison(monkeypatch, visit: int, name: str = "scene_003") -> None:
                 mask = torch.ones_like(prediction)
                 mask[start : start + batch.target_lengths[place]] = math.nan
                 prediction = prediction * mask
-        return original(self, prediction, batch)
+        return original(self, prediction, batch, base)
 
     monkeypatch.setattr(Objective, "__call__", poisoned)
 

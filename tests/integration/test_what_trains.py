@@ -14,6 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from helpers import lines
+from qflux.adapters.files import read_adapter
 from qflux.commands import Trainer
 from qflux.errors import ConfigError
 from qflux.models import FluxTransformer2DModel
@@ -188,3 +189,40 @@ def test_lora_plus_is_refused_where_it_has_no_effect(config):
         config("lora.plus_ratio=4.0", "lora.type=lokr")
     with pytest.raises(ConfigError, match="plus_ratio is for lora and dora"):
         config("lora.plus_ratio=4.0", "train.method=full")
+
+
+def test_ranks_follow_patterns_and_reach_the_file(config, tmp_path):
+    patterns = (
+        r"lora.patterns=[{match: 'single_transformer_blocks\.\d+\.proj_out', rank: 8, alpha: 4.0}, "
+        r"{match: 'attn\.to_v$', rank: 0}, {match: '^transformer_blocks\.0\.attn\.to_q$', rank: 2}]"
+    )
+    trainer = Trainer(config(patterns, "train.max_train_steps=2"))
+    adapter = trainer.fit().adapter
+    layers = read_adapter(adapter).layers(trainer.family, trainer.pretrained.transformer())
+    plain = Trainer(config("run_name=plain", "train.max_train_steps=2"))
+    expected = read_adapter(plain.fit().adapter).layers(plain.family, plain.pretrained.transformer())
+    added = {name for name in layers if name.endswith("proj_out")}
+    assert added
+    assert layers.keys() == {name for name in expected if not name.endswith("to_v")} | added
+    for name, layer in layers.items():
+        wanted = (8, 4.0) if name in added else (2, 2.0) if name == "transformer_blocks.0.attn.to_q" else (4, 4.0)
+        assert (layer.rank, layer.alpha) == wanted, name
+    # The file says what it is, so that it can be used and gone on from.
+    again = Trainer(config(patterns, "run_name=again", f"lora.init_from={adapter}", "train.max_train_steps=1"))
+    assert again.fit().adapter.is_file()
+    assert Trainer(config(patterns, "train.max_train_steps=4")).fit().resumed_from == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["lora.patterns=[{match: '(', rank: 4}]"], "no regular expression"),
+        (["lora.patterns=[{match: proj_out}]", "lora.type=loha"], "for lora and dora"),
+        (["lora.patterns=[{match: proj_out}]", "train.method=full"], "for lora and dora"),
+        (["lora.patterns=[{match: nothing_like_it, rank: 4}]"], "no layer of .* matches 'nothing_like_it'"),
+        (["lora.patterns=[{match: '.', rank: 0}]"], "leave no layer to train"),
+    ],
+)
+def test_patterns_that_say_nothing_are_refused(config, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        Trainer(config(*overrides)).fit()

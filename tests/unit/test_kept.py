@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from qflux.memory import hosting
 from qflux.memory.hosting import HostedInputs
 from qflux.memory.recomputation import Recomputation
-from qflux.ragged import kept
-from qflux.ragged.kept import fused
+from qflux.ragged.recomputed import kept
+from qflux.ragged.recomputed.kept import fused
 
 
 class Kernel:

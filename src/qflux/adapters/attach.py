@@ -96,11 +96,13 @@ def start_from(transformer: Any, file: AdapterFile, layers: LoraLayers, lora: Lo
             f"lora.init_from: {file.path} has {surplus[0]}, which does not train ({len(surplus)} such layers)",
             "add it to lora.target_modules.",
         )
-    rank = max(layer.rank for layer in layers.values())
-    if rank > lora.rank:
-        raise CheckpointError(f"lora.init_from: {file.path} is of rank {rank}", f"set lora.rank to {rank} or more.")
     for name, layer in layers.items():
         module = trained[name]
+        if layer.rank > module.r[ADAPTER]:
+            problem = (
+                f"lora.init_from: {file.path} is of rank {layer.rank} in {name}, and {module.r[ADAPTER]} would train"
+            )
+            raise CheckpointError(problem, f"set lora.rank to {layer.rank} or more.")
         if (layer.magnitude is None) != (lora.type == "lora"):
             kind = "lora" if layer.magnitude is None else "dora"
             raise CheckpointError(f"lora.init_from: {file.path} is a {kind}", f"set lora.type to {kind}.")

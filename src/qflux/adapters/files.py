@@ -110,9 +110,12 @@ class AdapterFile:
             raise CheckpointError(f"{self.path}: its settings have no alpha for {name}: {error}", FOREIGN) from None
 
     def _require_complete(self, layers: LoraLayers, names: Names) -> None:
-        """Every layer that the file's own record names is there."""
+        """Every layer that the file's own record names is there.
+
+        Patterns may have taken some out. They are a stranger's regular expressions, and are not run.
+        """
         lora = self.record.recipe.get("lora") if self.record else None
-        targets = lora.get("target_modules") if isinstance(lora, dict) else None
+        targets = lora.get("target_modules") if isinstance(lora, dict) and not lora.get("patterns") else None
         for target in targets if isinstance(targets, list) else []:
             wanted = [name for name in names.shapes if name == target or name.endswith(f".{target}")]
             lacking = sorted(name for name in wanted if name not in layers)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig
 from peft.tuners.loha.layer import Linear as LoHaLinear
 from peft.tuners.lokr.layer import Linear as LoKrLinear
 from peft.tuners.lora import LoraLayer as PeftLoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict
 from torch import Tensor, nn
 
@@ -54,17 +56,62 @@ class _LoHaLinear(_InBaseDtype, LoHaLinear): ...
 _QUICK: dict[type[nn.Module], type[nn.Module]] = {LoKrLinear: _LoKrLinear, LoHaLinear: _LoHaLinear}
 
 
-def inject(transformer: nn.Module, settings: LoraSettings, targets: Sequence[str], seed: int) -> None:
+def inject(
+    transformer: nn.Module, settings: LoraSettings, targets: Sequence[str], seed: int, is_whole: bool = True
+) -> None:
     """Add a trainable float32 adapter to `targets` of a transformer, and freeze everything else.
 
-    Equal seeds give equal weights.
+    Equal seeds give equal weights. If the transformer is not whole, patterns need not match any of its layers.
     """
     transformer.requires_grad_(False)
     _require_targets(transformer, targets)
+    config, exclude = _config(settings, list(targets)), containers(transformer, targets)
+    if settings.patterns:
+        assert isinstance(config, LoraConfig)
+        ranks = _ranks(transformer, settings, targets, exclude, is_whole)
+        config, exclude = dataclasses.replace(config, **_own(ranks, config.r, config.lora_alpha)), []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        add(transformer, _config(settings, list(targets)), exclude=containers(transformer, targets))
+        add(transformer, config, exclude=exclude)
     keep_float32(transformer)
+
+
+def _ranks(
+    transformer: nn.Module, settings: LoraSettings, targets: Sequence[str], exclude: Sequence[str], is_whole: bool
+) -> dict[str, tuple[int, float]]:
+    """Rank and alpha of every layer that trains: those of the targets, then what patterns say, one after another."""
+    names = [name for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)]
+    chosen = [name for name in names if name not in exclude and any(_ends(name, target) for target in targets)]
+    found = {name: (settings.rank, settings.alpha or float(settings.rank)) for name in chosen}
+    for pattern in settings.patterns:
+        matched = [name for name in names if re.search(pattern.match, name)]
+        if not matched and is_whole:
+            raise ConfigError(
+                f"lora.patterns: no layer of {type(transformer).__name__} matches {pattern.match!r}",
+                "layers are called as in the model, for example transformer_blocks.0.attn.to_q.",
+            )
+        for name in matched:
+            if pattern.rank == 0:
+                found.pop(name, None)
+            else:
+                rank = pattern.rank or settings.rank
+                found[name] = rank, pattern.alpha or settings.alpha or float(rank)
+    if not found and is_whole:
+        raise ConfigError("lora.patterns leave no layer to train", "give some of them a rank above 0.")
+    return found or {name: (settings.rank, float(settings.rank)) for name in chosen[:1]}
+
+
+def _own(ranks: Mapping[str, tuple[int, float]], rank: int, alpha: float) -> dict[str, Any]:
+    """PEFT's settings for layers by name, with a rank and an alpha of each: patterns where they are not the common."""
+    return {
+        "target_modules": "^(" + "|".join(map(re.escape, ranks)) + ")$",
+        "rank_pattern": {f"^{re.escape(name)}$": own for name, (own, _) in ranks.items() if own != rank},
+        "alpha_pattern": {f"^{re.escape(name)}$": own for name, (_, own) in ranks.items() if own != alpha},
+    }
+
+
+def _ends(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
 
 
 def keep_float32(transformer: nn.Module) -> None:
@@ -107,11 +154,22 @@ def lora_config(layers: Mapping[str, LoraLayer]) -> LoraConfig:
     return LoraConfig(
         r=rank,
         lora_alpha=alpha,
-        target_modules="^(" + "|".join(map(re.escape, layers)) + ")$",
-        rank_pattern={f"^{re.escape(n)}$": layer.rank for n, layer in layers.items() if layer.rank != rank},
-        alpha_pattern={f"^{re.escape(n)}$": layer.alpha for n, layer in layers.items() if layer.alpha != alpha},
+        **_own({name: (layer.rank, layer.alpha) for name, layer in layers.items()}, rank, alpha),
         use_dora=is_dora == {True},
     )
+
+
+@contextmanager
+def without_adapter(transformer: nn.Module) -> Iterator[None]:
+    """Inside, the transformer computes what it did before it had an adapter; nothing else of the adapter changes."""
+    layers = [layer for layer in transformer.modules() if isinstance(layer, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def trainable(transformer: nn.Module) -> dict[str, nn.Parameter]:
@@ -154,7 +212,7 @@ def _config(settings: LoraSettings, targets: list[str]) -> PeftConfig:
 
 def _require_targets(transformer: nn.Module, targets: Sequence[str]) -> None:
     names = [name for name, _ in transformer.named_modules()]
-    unknown = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in names)]
+    unknown = [target for target in targets if not any(_ends(name, target) for name in names)]
     if unknown:
         raise ConfigError(f"lora.target_modules: {type(transformer).__name__} has no {', '.join(unknown)}", _NAMES)
 

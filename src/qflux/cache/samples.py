@@ -61,7 +61,7 @@ def keys_of(sample: Sample) -> SampleKeys:
 
 def training_variants(config: Config) -> list[Variant]:
     """What dropout may leave of a sample; the complete sample first."""
-    captions = (True, False) if config.train.caption_dropout else (True,)
+    captions = (True, False) if config.train.caption_dropout or config.loss.preserve.blank else (True,)
     controls = (True, False) if config.train.control_dropout else (True,)
     return [Variant(caption, control) for control in controls for caption in captions]
 

@@ -50,11 +50,13 @@ def peak_of(device: torch.device) -> float | None:
 class StepFlops:
     """The arithmetic of a step, from that of one forward pass."""
 
-    def __init__(self, arithmetic: Arithmetic, trains_all: bool) -> None:
+    def __init__(self, arithmetic: Arithmetic, trains_all: bool, looks: int = 0) -> None:
+        """`looks` are forward passes besides, without a gradient."""
         self._arithmetic = arithmetic
-        self._passes = 3 if trains_all else 2
+        self._passes = (3 if trains_all else 2) + looks
         """Of linear layers: forward, the inputs' gradients, and the weights' where they train."""
+        self._attention = 3 + looks
 
     def __call__(self, tokens: int, pairs: int) -> float:
         """FLOP of a step on so many tokens, and pairs of them of which one sees the other."""
-        return self._passes * self._arithmetic.per_token * tokens + 3 * self._arithmetic.per_pair * pairs
+        return self._passes * self._arithmetic.per_token * tokens + self._attention * self._arithmetic.per_pair * pairs

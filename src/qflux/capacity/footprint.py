@@ -24,6 +24,7 @@ from qflux.memory.recomputation import recompute
 from qflux.memory.streaming import SLOTS
 from qflux.models.family import Family, ModelInputs
 from qflux.models.precision import dtype_of, weight_bytes
+from qflux.ragged.recomputed.unread import LastLinear
 from qflux.ragged.shapes import Shapes
 
 _KEPT = 2
@@ -81,6 +82,12 @@ class Footprint:
     """The same, if it computes them again."""
     compiled: float
     """How much of what blocks keep is left if they are compiled."""
+    compiled_around: float
+    """How much compiled blocks need beside that, of what others need."""
+    looks: int = 0
+    """Forward passes besides, without a gradient."""
+    unread: float = 0.0
+    """How much of the arithmetic of blocks' linear layers is left out when they are computed again."""
 
     @property
     def blocks(self) -> int:
@@ -116,7 +123,8 @@ class Footprint:
         It is the first blocks that are recomputed: when it is their turn in the backward pass, the activations of all
         others are gone.
         """
-        of_first, of_others, again = Line(), Line(), len(choice.recomputed(self.blocks))
+        of_first, of_others, largest = Line(), Line(), Line()
+        again = len(choice.recomputed(self.blocks))
         left = again
         for kind in self.kinds:
             count = min(left, kind.count)
@@ -125,13 +133,18 @@ class Footprint:
             of_first = of_first.plus(kind.recomputed, on_device)
             of_first = of_first.plus(kind.attention, count if choice.keeps_attention else 0)
             of_others = of_others.plus(kind.stored, kind.count - count)
-        shrink = self.compiled if choice.compiled else 1.0
-        at_end = of_first.plus(of_others, shrink).plus(self.around_stored, shrink)
-        # At its peak a block that is computed again has all it would have kept, if it is compiled no more than that.
-        again_at_end = of_first.plus(self.around_recomputed)
+            largest = max(largest, kind.stored if count else Line(), key=_size)
+        if choice.compiled:
+            around = Line().plus(self.around_stored, self.compiled_around)
+            at_end = of_first.plus(of_others, self.compiled).plus(around)
+            # Compiled code holds all it has kept until it is through.
+            again_at_end = of_first.plus(largest, self.compiled).plus(around)
+        else:
+            at_end = of_first.plus(of_others).plus(self.around_stored)
+            again_at_end = of_first.plus(self.around_recomputed)
         if not again:
             return at_end
-        return max(at_end, again_at_end, key=lambda line: line(10_000)) if again < self.blocks else again_at_end
+        return max(at_end, again_at_end, key=_size) if again < self.blocks else again_at_end
 
     def sharded(self, processes: int) -> Footprint:
         """Of one of several processes that share the weights: two blocks are gathered while one of them runs."""
@@ -160,7 +173,7 @@ class Footprint:
         take_fused_norms(transformer)
         if not is_full:
             with torch.device("meta"):
-                inject(transformer, config.lora, config.lora_targets, config.seed)
+                inject(transformer, config.lora, config.lora_targets, config.seed, is_whole=False)
         trials = _Trials(config, family, transformer, kinds, text)
         (stored, around_stored), (recomputed, around_recomputed) = trials.lines(False), trials.lines(True)
         attention = [more.plus(less, -1) for more, less in zip(trials.lines(True, True)[0], recomputed, strict=True)]
@@ -174,6 +187,9 @@ class Footprint:
             around_stored=around_stored,
             around_recomputed=around_recomputed,
             compiled=family.facts.compiled_activations,
+            compiled_around=family.facts.compiled_around,
+            looks=int(config.loss.preserve.blank > 0 or config.loss.preserve.toward == "base"),
+            unread=_unread(kinds, counts),
         )
 
 
@@ -207,6 +223,19 @@ def _trained(transformer: nn.Module, kinds: Sequence[list[nn.Module]], counts: S
     optimizer = _OPTIMIZER_BYTES.get(config.optimizer.class_path.rpartition(".")[2], 8)
     itself = 0 if config.train.method == "full" else 4
     return weights * (itself + 4 + optimizer + (4 if config.train.ema else 0))
+
+
+def _unread(kinds: Sequence[list[nn.Module]], counts: Sequence[int]) -> float:
+    """The share of weights whose products nobody reads when a block is computed again, of all in blocks."""
+    of_kinds = [[layer for layer in kind[0].modules() if isinstance(layer, nn.Linear)] for kind in kinds]
+    weights = [[layer.weight.numel() for layer in layers] for layers in of_kinds]
+    last = [sum(layer.weight.numel() for layer in layers if isinstance(layer, LastLinear)) for layers in of_kinds]
+    whole = sum(count * sum(sizes) for count, sizes in zip(counts, weights, strict=True))
+    return sum(count * size for count, size in zip(counts, last, strict=True)) / whole
+
+
+def _size(line: Line) -> float:
+    return line(10_000)
 
 
 class _Trials:

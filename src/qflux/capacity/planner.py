@@ -231,9 +231,9 @@ def _seconds(choice: Choice, footprint: Footprint, card: Card, work: Sequence[_W
     for each in work:
         passes = each.passes(choice.most_tokens)
         # Frozen weights have no gradient: backward their products are as many as forward; attention's are twice.
-        again = share * (each.linear + (0 if choice.keeps_attention else each.attention))
+        again = share * ((1 - footprint.unread) * each.linear + (0 if choice.keeps_attention else each.attention))
         forward, backward = each.linear + each.attention, each.linear + 2 * each.attention + again
-        total += max(forward / speed, passes * of_host, passes * weights)
+        total += (1 + footprint.looks) * max(forward / speed, passes * of_host, passes * weights)
         total += max(backward / speed, passes * of_host * (2 + share), passes * weights + inputs * sum(each.lengths))
     return total / len(work)
 

@@ -70,6 +70,38 @@ class TimestepSettings(Section):
         return self
 
 
+class PreserveSettings(Section):
+    """What an edit is to leave alone."""
+
+    weight: float = Field(
+        default=0.0,
+        ge=0,
+        description="of tokens outside of the edited region, whose goal is to stay; 0: their goal is the target, as "
+        "everywhere, and nothing is preserved",
+        json_schema_extra=DECIDES_IF_SET,
+    )
+    toward: Literal["control", "base"] = Field(
+        default="control",
+        description="control: they stay as in the first control; base: the model predicts there what it does without "
+        "the adapter",
+        json_schema_extra=DECIDES_IF_SET,
+    )
+    blank: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of visits without a prompt, in which the model is held to what it predicts without the "
+        "adapter, everywhere",
+        json_schema_extra=DECIDES_IF_SET,
+    )
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> PreserveSettings:
+        if self.toward == "base" and not self.weight:
+            raise ValueError("toward has no effect without a weight")
+        return self
+
+
 class LossSettings(Section):
     """The objective."""
 
@@ -101,6 +133,7 @@ class LossSettings(Section):
         default=1.0, ge=0, description="of the class images' loss, if there are any", json_schema_extra=DECIDES
     )
     timesteps: TimestepSettings = Field(default=TimestepSettings(), description="how noise levels are drawn")
+    preserve: PreserveSettings = Field(default=PreserveSettings(), description="what an edit is to leave alone")
 
     @model_validator(mode="before")
     @classmethod

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from qflux.config.section import (
     DECIDES,
@@ -72,6 +73,36 @@ class CacheSettings(Section):
     path: Folder | None = Field(default=None, description="default: <output_dir>/cache", json_schema_extra=FREE)
 
 
+class LoraPattern(Section):
+    """What layers of some names have instead of `lora.rank` and `lora.alpha`."""
+
+    match: str = Field(
+        min_length=1,
+        description="a regular expression that is looked for in the names of layers, such as "
+        "single_transformer_blocks\\.\\d+\\.proj_out",
+        json_schema_extra=DECIDES,
+    )
+    rank: int | None = Field(
+        default=None,
+        ge=0,
+        le=2048,
+        description="of layers that match; 0: they do not train; default: lora.rank",
+        json_schema_extra=DECIDES,
+    )
+    alpha: float | None = Field(
+        default=None, gt=0, description="default: lora.alpha, and without that the rank", json_schema_extra=DECIDES
+    )
+
+    @field_validator("match")
+    @classmethod
+    def _is_an_expression(cls, value: str) -> str:
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(f"{value!r} is no regular expression: {error}") from None
+        return value
+
+
 class LoraSettings(Section):
     """The adapter that trains."""
 
@@ -92,6 +123,13 @@ class LoraSettings(Section):
         min_length=1,
         description="layers, by the end of their names; default: the family's, mostly [to_q, to_k, to_v, to_out.0]",
         json_schema_extra=DECIDES,
+    )
+    patterns: tuple[LoraPattern, ...] = Field(
+        default=(),
+        strict=False,
+        description="ranks of layers by regular expressions, on top of target_modules; of several that match a layer "
+        "the last one counts",
+        json_schema_extra=DECIDES_IF_SET,
     )
     init: Literal["gaussian", "kaiming"] = Field(
         default="gaussian",

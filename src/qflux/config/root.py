@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -59,6 +60,12 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _there_is_something_to_validate(self) -> Config:
+        if self.validation.every is not None and not self.data.held_out and not self.validation.edits:
+            raise ValueError("validation.every has no effect: nothing is held out, and there are no validation.edits")
+        return self
+
+    @model_validator(mode="after")
     def _what_trains_is_not_quantized(self) -> Config:
         if self.model.quantization and self.train.method == "full":
             raise ValueError("train.method: full trains every weight, and model.quantization freezes them; set one")
@@ -69,6 +76,13 @@ class Config(Section):
             )
         if self.lora.plus_ratio != 1 and (self.train.method == "full" or self.lora.type in ("lokr", "loha")):
             raise ValueError("lora.plus_ratio is for lora and dora: nothing else has up and down projections")
+        if self.lora.patterns and (self.train.method == "full" or self.lora.type in ("lokr", "loha")):
+            raise ValueError("lora.patterns are for lora and dora")
+        if (self.loss.preserve.blank or self.loss.preserve.toward == "base") and self.train.method == "full":
+            raise ValueError(
+                "loss.preserve holds a LoRA to the model without it, and train.method: full leaves no such model; "
+                "use toward: control, and blank: 0"
+            )
         if self.model.quantization == "nf4" and self.lora.type in ("lokr", "loha"):
             raise ValueError(f"lora.type: {self.lora.type} can't be put on an nf4 base; use fp8, int8 or another type")
         if self.train.streamed_blocks not in ("auto", 0):
@@ -113,7 +127,10 @@ class Config(Section):
         layer = registry.facts_of(self.family).text_projection
         if layer is None or not self.cache.project_text or self.model.quantization is not None:
             return False
-        trains = [target for target in self.lora_targets if layer == target or layer.endswith(f".{target}")]
+        trains = any(layer == target or layer.endswith(f".{target}") for target in self.lora_targets)
+        for pattern in self.lora.patterns:
+            if re.search(pattern.match, layer):
+                trains = pattern.rank != 0
         return self.train.method == "lora" and not trains
 
     def completed(self) -> Config:

@@ -33,7 +33,16 @@ class OwnEdit(Section):
 
 
 class ValidationSettings(Section):
-    """What happens at every checkpoint: the held-out samples (data.held_out) are measured, and edits are drawn."""
+    """What happens at every checkpoint, or as often as `every` says: the held-out samples (data.held_out) are measured,
+    and edits are drawn."""
+
+    every: int | None = Field(
+        default=None,
+        ge=1,
+        description="optimizer steps; default: at every checkpoint. The best adapter is chosen where both fall "
+        "together",
+        json_schema_extra=FREE,
+    )
 
     noise_levels: int = Field(
         default=4, ge=1, le=100, description="at which each sample's loss is measured", json_schema_extra=FREE

@@ -12,6 +12,7 @@ from qflux.config.section import (
     FREE,
     MATCHES,
     NOTED,
+    Folder,
     Section,
 )
 
@@ -157,7 +158,16 @@ class TrainSettings(Section):
         json_schema_extra=FREE,
     )
     checkpoint_every: int = Field(
-        default=250, ge=1, description="optimizer steps; the run validates as often", json_schema_extra=FREE
+        default=250,
+        ge=1,
+        description="optimizer steps; the run validates as often, unless validation.every says otherwise",
+        json_schema_extra=FREE,
+    )
+    resume_from: Folder | None = Field(
+        default=None,
+        description="a checkpoint (runs/…/checkpoints/step-…) that a new run goes on from, its optimizer and all; a "
+        "run that has checkpoints of its own goes on from those",
+        json_schema_extra=FREE,
     )
     keep_checkpoints: int = Field(
         default=2, ge=1, description="the newest so many, and the best by held-out loss", json_schema_extra=FREE

@@ -29,6 +29,8 @@ class Draw:
     noise: Tensor
     """`(m, C)`"""
     weight: float = 1.0
+    is_blank: bool = False
+    """The visit is about what the model does without a prompt: it should do what it did before."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Batch:
     """`(M,)` 1 where a token is edited; a sample without a mask is edited everywhere."""
     weight: Tensor
     """`(R,)` of each term in the loss of the step."""
+    blank: Tensor | None
+    """`(R,)` true for noisy targets whose prompt was left away to see that nothing changes; none if there are none."""
     images: Interleave
     """Targets and controls as two streams and as the images of each sequence."""
     counts: bool = True
@@ -92,6 +96,7 @@ class Batch:
         masks = [torch.ones(len(s.target)) if s.mask is None else s.mask for s, _ in drawn]
         sigma, weight = [draw.sigma for _, draw in drawn], [draw.weight for _, draw in drawn]
         lengths = torch.tensor([len(encoded.target) for encoded, _ in drawn])
+        blank = [draw.is_blank for _, draw in drawn]
         return cls(
             samples=tuple(item.sample for item in items),
             shapes=tuple(shapes),
@@ -104,6 +109,7 @@ class Batch:
             target=upload(torch.arange(len(drawn)).repeat_interleave(lengths), device),
             mask=upload(torch.cat(masks).float(), device),
             weight=upload(torch.tensor(weight, dtype=torch.float32), device),
+            blank=upload(torch.tensor(blank), device) if any(blank) else None,
             images=Interleave.build(
                 [sample.target_tokens for sample in shapes], [sample.control_tokens for sample in shapes], device
             ),

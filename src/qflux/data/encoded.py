@@ -103,3 +103,12 @@ class EncodedSample:
     """`(k, C)` tokens of each control."""
     mask: Tensor | None = None
     """`(m,)` in [0, 1]: how much of a target token is edited."""
+
+    def keeping_the_rest(self) -> EncodedSample:
+        """With the first control in place of the target outside of the edited region, in tokens that it does not touch.
+
+        The same where there is no region, or no control that lies under the target: dropout may have taken it.
+        """
+        if self.mask is None or self.shapes.controls[:1] != self.shapes.targets:
+            return self
+        return replace(self, target=torch.where(self.mask[:, None] > 0, self.target, self.controls[0]))

@@ -59,23 +59,56 @@ def build_loss(settings: LossSettings) -> Callable[..., Tensor]:
 
 
 class Objective:
-    """Velocity error over the target tokens."""
+    """Velocity error over the target tokens, and what an edit is to leave alone."""
 
-    def __init__(self, settings: LossSettings) -> None:
+    def __init__(self, settings: LossSettings, always_asks: bool = False) -> None:
+        """With `always_asks`, the base is asked about every batch if about any: processes that share it are in step."""
         self._loss = build_loss(settings)
+        self._preserve = settings.preserve
+        self.looks = int(self._preserve.toward == "base" or (always_asks and self._preserve.blank > 0))
+        """Forward passes of every batch besides, without the adapter."""
 
-    def __call__(self, prediction: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def asks_base(self, batch: Batch) -> bool:
+        """Whether it needs what the model predicts for a batch without the adapter."""
+        return self.looks > 0 or batch.blank is not None
+
+    def __call__(self, prediction: Tensor, batch: Batch, base: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The share of `batch` in the loss of its step, and the term `(B,)` of each sample.
 
         A term depends on its sample alone; summed over the micro-batches of a step the shares are that step's loss.
+        `base` `(M, C)` is what the model predicts without the adapter, if that is asked for.
         """
-        errors = self._loss(prediction, batch.velocity(), edit_mask=batch.mask, reduction="none")
+        goal = batch.velocity()
+        if batch.blank is not None:
+            assert base is not None
+            goal = torch.where(batch.blank[batch.target][:, None], base.to(goal.dtype), goal)
+        errors = self._errors(prediction, goal, batch)
+        if self._preserve.weight > 0:
+            errors = self._preserved(errors, prediction, batch, base)
+        terms = torch.stack([error.mean() for error in errors.split(batch.target_lengths)])
+        return (terms * batch.weight).sum(), terms
+
+    def _errors(self, prediction: Tensor, goal: Tensor, batch: Batch) -> Tensor:
+        """`(M,)`"""
+        errors = self._loss(prediction, goal, edit_mask=batch.mask, reduction="none")
         if errors.shape[:1] != prediction.shape[:1]:
             raise ConfigError(
                 f"loss.class_path: {type(self._loss).__name__} returns {tuple(errors.shape)} for {len(prediction)} "
                 "tokens",
                 'with reduction="none" a loss returns a value per token.',
             )
-        errors = errors.flatten(1).mean(-1) if errors.ndim > 1 else errors
-        terms = torch.stack([error.mean() for error in errors.split(batch.target_lengths)])
-        return (terms * batch.weight).sum(), terms
+        return errors.flatten(1).mean(-1) if errors.ndim > 1 else errors
+
+    def _preserved(self, errors: Tensor, prediction: Tensor, batch: Batch, base: Tensor | None) -> Tensor:
+        """With the weight of tokens outside of the edited region, and their goal if that is the base's.
+
+        If it is the control, the targets show it there already (`EncodedSample.keeping_the_rest`).
+        """
+        edited = batch.mask > 0  # a token that the region touches belongs to it: half an edit is none
+        if batch.blank is not None:  # those are held to the base as a whole already
+            edited = edited | batch.blank[batch.target]
+        stays = errors
+        if self._preserve.toward == "base":
+            assert base is not None
+            stays = self._errors(prediction, base, batch)
+        return torch.where(edited, errors, self._preserve.weight * stays)

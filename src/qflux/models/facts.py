@@ -102,6 +102,8 @@ class Facts:
     """Images have a fourth channel, their opacity."""
     compiled_activations: float = 0.77
     """What compiled blocks keep for the backward pass, of what blocks keep that are not compiled; measured."""
+    compiled_around: float = 2.0
+    """What they need besides while they run backward, of what others need; measured."""
     sigmas: tuple[float, ...] = ()
     """Noise levels of that many steps, before the shift, where they are not spread evenly."""
     spellings: tuple[str, ...] = ()

@@ -27,7 +27,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qflux.ragged.kept import fused
+from qflux.ragged.recomputed.kept import fused
 
 LONG_SAMPLE = 2048
 """Mean tokens per sample from which one cuDNN call per sample beats one variable-length call for all."""

@@ -29,7 +29,7 @@ from qflux.ragged.attention import (
     tokens_first,
     under_autocast,
 )
-from qflux.ragged.kept import fused
+from qflux.ragged.recomputed.kept import fused
 from qflux.ragged.transfer import upload
 
 FEW = 4

@@ -235,17 +235,25 @@ class Batches:
     def _draw(self, sample: Sample, visit: int, part: _Part) -> _Drawn:
         config, tokens = self._config, sample.shapes.target_tokens
         variant = COMPLETE if part.drops_nothing else drawn_variant(config, sample.id, visit)
+        is_blank = not part.drops_nothing and is_blank_visit(config, sample.id, visit)
+        variant = variant._replace(caption=variant.caption and not is_blank)
         read, draws = self._reader.read(sample, variant), []
         for number in self._noises.numbers(visit):
             sigma, noise = self._levels.draw(config.seed, sample.id, number, tokens, self._channels)
             weight = sample_weight(config.loss, part.size, tokens, sigma, sample.is_prior)
-            draws.append(Draw(sigma, noise, weight if part.counts else 0.0))
+            draws.append(Draw(sigma, noise, weight if part.counts else 0.0, is_blank))
         return sample, read, tuple(draws)
 
     def _collated(self, part: _Part, drawn: list[_Drawn]) -> Batch:
         """In the loop: encode what is not encoded yet, and put the samples into one batch."""
-        items = [NoisySample(sample, self._reader.finish(read), draws) for sample, read, draws in drawn]
+        items = [NoisySample(sample, self._encoded(read), draws) for sample, read, draws in drawn]
         return Batch.collate(items, self._device, self._dtype, part.counts, self._noises.shares_prefix)
+
+    def _encoded(self, read: EncodedSample | OpenedSample) -> EncodedSample:
+        encoded, preserve = self._reader.finish(read), self._config.loss.preserve
+        # Not in the loss alone: what a noisy image shows outside of the region decides what sampling ends with there.
+        keeps = preserve.weight > 0 and preserve.toward == "control"
+        return encoded.keeping_the_rest() if keeps else encoded
 
     def _describe(self, part: _Part) -> str:
         return names([self._samples[visit.sample] for visit in part.visits])
@@ -257,3 +265,9 @@ def drawn_variant(config: Config, sample_id: str, visit: int) -> Variant:
     return Variant(
         caption=draw.random() >= config.train.caption_dropout, controls=draw.random() >= config.train.control_dropout
     )
+
+
+def is_blank_visit(config: Config, sample_id: str, visit: int) -> bool:
+    """Whether a visit is about the model without a prompt."""
+    share = config.loss.preserve.blank
+    return share > 0 and random.Random(seed_of("blank", config.seed, sample_id, visit)).random() < share

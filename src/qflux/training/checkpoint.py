@@ -85,6 +85,24 @@ def _all(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-" + "[0-9]" * 8))
 
 
+def adopt(source: Path, folder: Path) -> None:
+    """Let a run begin with a checkpoint of another one, unless it has some of its own."""
+    if _all(folder):
+        logger.info("train.resume_from was the start of this run, which goes on from its own checkpoint")
+        return
+    fault = _fault(source) if source.is_dir() else "there is no such folder"
+    if fault is not None or source not in _all(source.parent):
+        there = ", ".join(path.name for path in _all(source.parent)) if source.parent.is_dir() else ""
+        raise CheckpointError(
+            f"train.resume_from: {source} is no checkpoint: {fault or 'it is not called step-'}",
+            f"these are there: {there}." if there else "give a folder such as runs/name/checkpoints/step-00000250.",
+        )
+    with new_folder(folder / source.name) as staging:
+        for file in sorted(source.iterdir()):
+            shutil.copyfile(file, staging / file.name)
+    logger.info("goes on from %s", source)
+
+
 class Checkpoints:
     """The checkpoints of one run, under `folder`."""
 

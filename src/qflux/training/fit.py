@@ -22,7 +22,7 @@ from qflux.models.pretrained import Pretrained
 from qflux.runs.metrics import Listener
 from qflux.runs.paths import RunPaths
 from qflux.training.batches import Batches, SampleReader, training_plan
-from qflux.training.checkpoint import Checkpoints, TrainingState, read_past
+from qflux.training.checkpoint import Checkpoints, TrainingState, adopt, read_past
 from qflux.training.distributed import World
 from qflux.training.edits import DrawnEdits, PreparedEdit, prepare_own_edits
 from qflux.training.loop import FitResult, Loop, RunParts
@@ -90,6 +90,7 @@ def fit(
         require_fitting(dataset, family.widths(transformer), config)
         stop = held.enter_context(deferred_signals())  # until here stopping is at once: there is nothing to save
         channels = family.widths(transformer).image
+        objective = Objective(config.loss, always_asks=world.size > 1 and config.train.distributed == "fsdp")
         parts = RunParts(
             config=config,
             facts=pretrained.facts,
@@ -101,11 +102,11 @@ def fit(
             total=course.total,
             levels=course.levels,
             model=model,
-            objective=Objective(config.loss),
+            objective=objective,
             state=TrainingState(build_update(config, model, world, device, course.total), course.plan),
             checkpoints=course.checkpoints,
             metrics=Metrics(world, device, config.train.noises_per_sample, family.pairs),
-            reporter=_reporter(config, model, world, device),
+            reporter=_reporter(config, model, objective.looks, world, device),
             held_out=course.held_out or None,
             edits=_edits(config, pretrained, dataset, course.reader, own),
             stop=stop,
@@ -119,6 +120,9 @@ def chart(config: Config, pretrained: Pretrained, dataset: Dataset, world: World
     family, facts, paths = pretrained.family, pretrained.facts, RunPaths(config.run_dir)
     if facts.caution:
         logger.warning("%s: %s", *facts.caution)
+    if config.train.resume_from is not None:
+        source = config.train.resume_from
+        world.first(lambda: adopt(source, paths.checkpoints))
     plan = training_plan(config, facts, dataset.training, world.size)
     identity = data_identity(config, dataset.training, world.size)
     past = read_past(paths.checkpoints, world)
@@ -175,8 +179,8 @@ def build_update(config: Config, model: TrainedModel, world: World, device: torc
     )
 
 
-def _reporter(config: Config, model: TrainedModel, world: World, device: torch.device) -> Reporter:
-    flops = StepFlops(model.family.arithmetic(model.transformer), model.is_full)
+def _reporter(config: Config, model: TrainedModel, looks: int, world: World, device: torch.device) -> Reporter:
+    flops = StepFlops(model.family.arithmetic(model.transformer), model.is_full, looks)
     peak = (peak_of(device) or 0.0) * world.size or None
     return Reporter(flops, peak, padded=config.train.execution == "padded")
 

@@ -156,7 +156,9 @@ class Loop:
                 broken = self._handle_arrived()
                 stopping = self._world.any(parts.stop.requested or broken is not None)
                 if stopping or self._is_due(step):
-                    found = self._settle(step, stopping)
+                    found = self._settle(step, stopping) or found
+                elif self._is_validated(step.number + 1):
+                    found = self._look(step)
         return found
 
     def _is_due(self, step: Step) -> bool:
@@ -164,13 +166,27 @@ class Loop:
         done = step.number + 1
         return done == self._parts.total or done % self._config.train.checkpoint_every == 0
 
+    def _is_validated(self, done: int) -> bool:
+        """Whether held-out samples are looked at after so many steps."""
+        every = self._config.validation.every or self._config.train.checkpoint_every
+        return done == self._parts.total or done % every == 0
+
+    def _look(self, step: Step) -> HeldOut | None:
+        """Validate between two checkpoints."""
+        broken = self._handle_arrived(wait=True)
+        if broken is not None:
+            self._stop_at(broken)
+        found = self._validate(step.number + 1)
+        self._metrics.clock.lap()  # validation is not part of the next step
+        return found
+
     def _settle(self, step: Step, stopping: bool) -> HeldOut | None:
         """Wait for everything that is under way, save, and end the run if that was asked for."""
         done, total = step.number + 1, self._parts.total
         broken = self._handle_arrived(wait=True)
         if broken is not None:
             self._stop_at(broken)
-        found = self._checkpoint(done, validate=not stopping or done == total)
+        found = self._checkpoint(done, validate=self._is_validated(done) and (not stopping or done == total))
         self._metrics.clock.lap()  # validation is not part of the next step
         if stopping and done < total:
             raise Interrupted(f"stopped and saved after step {done} of {total}")
@@ -240,7 +256,8 @@ class Loop:
         """What the run starts from; or what a run that was told to stop at a checkpoint had no time for."""
         if done == 0:
             return self._validate(0)
-        due = done % self._config.train.checkpoint_every == 0 and self._parts.held_out is not None
+        is_kept = done % self._config.train.checkpoint_every == 0 and self._is_validated(done)
+        due = is_kept and self._parts.held_out is not None
         if due and self._world.share(self._parts.checkpoints.held_out(done)) is None:
             return self._checkpoint(done, validate=True)
         return None

@@ -16,7 +16,7 @@ from qflux.adapters.attach import start_from
 from qflux.adapters.export import save_verified
 from qflux.adapters.file_names import FILE_NAME
 from qflux.adapters.files import Record, names_of, read_adapter, write_product
-from qflux.adapters.lora import ADAPTER, adapter_tensors, inject, trainable, trained_layers
+from qflux.adapters.lora import ADAPTER, adapter_tensors, inject, trainable, trained_layers, without_adapter
 from qflux.adapters.merge import write_transformer
 from qflux.capacity.choice import Choice
 from qflux.config import Config
@@ -129,6 +129,11 @@ class TrainedModel:
         with self.computing():
             prediction, _ = batch.images.split(self.family.velocity(self.transformer, inputs))
         return prediction
+
+    def base_velocity(self, batch: Batch) -> Tensor:
+        """The same without the adapter, and without a gradient."""
+        with torch.no_grad(), without_adapter(self.transformer):
+            return self.velocity(batch)
 
     def computing(self) -> AbstractContextManager[Any]:
         """Weights that train are float32: where all do, autocast does the arithmetic in the configured dtype."""

@@ -7,9 +7,11 @@ import logging
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from qflux.capacity.shortage import Shortage
 from qflux.config import Config
+from qflux.data.batch import Batch
 from qflux.files.hashing import seed_of
 from qflux.losses.objective import Objective
 from qflux.training.batches import Batches, Step
@@ -19,6 +21,13 @@ from qflux.training.optimizer.step import Update
 from qflux.training.step_metrics import Metrics
 
 logger = logging.getLogger(__name__)
+
+
+def loss_of(batch: Batch, model: TrainedModel, objective: Objective) -> tuple[Tensor, Tensor]:
+    """The share of a batch in the loss of its step, and the term of each sample; see `Objective`."""
+    # Before the pass that has a gradient: whatever this one needs of memory is free again by then.
+    base = model.base_velocity(batch) if objective.asks_base(batch) else None
+    return objective(model.velocity(batch), batch, base)
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,7 @@ class Passes:
         for visits in step.planned.ranks[self.world.rank]:
             try:
                 batch = next(batches)
-                loss, terms = self.objective(self.model.velocity(batch), batch)
+                loss, terms = loss_of(batch, self.model, self.objective)
                 self.update.backward(loss)
             except torch.OutOfMemoryError as error:
                 return self.batches.shortage(visits, error)

@@ -23,6 +23,7 @@ from qflux.data.images.decode import ImageRef, load_mask, load_small
 from qflux.data.images.index import FileIndex, in_parallel
 from qflux.data.lint import similarity
 from qflux.data.lint.alignment import THUMBNAIL, Shift, shift_between
+from qflux.data.lint.registration import Registration, measured
 from qflux.data.noises import Noises
 from qflux.data.plan import Batching, EpochPlan
 from qflux.data.sample import Sample
@@ -33,6 +34,8 @@ from qflux.ragged.layout import padding_ratio
 Level = Literal["error", "warning", "note"]
 
 _TURNED = {2: "mirrored", 3: "upside down", 4: "mirrored and upside down"}
+_CLOSELY, _SIDE = 500, 384
+"""So many pairs are looked at closely, spread over all, at a longer side of so many pixels."""
 _MOST_STEPS = 500
 """Steps of an epoch that the padding of a padded run is taken from."""
 
@@ -121,6 +124,7 @@ class _Look:
     target_features: Any = None
     control_features: Any = None
     shift: Shift | None = None
+    registration: Registration | None = None
     mask: tuple[float, float] | None = None
     """Least and most of a mask, in [0, 1]."""
 
@@ -158,7 +162,8 @@ def inspect(
         findings += _header_findings(sample)
 
     looks: list[_Look] = []
-    for look in in_parallel(_look, samples):
+    closely = {id(sample) for sample in samples[:: -(-len(samples) // _CLOSELY) or 1]}
+    for look in in_parallel(lambda sample: _look(sample, id(sample) in closely), samples):
         looks.append(look)
         report("images", len(looks), len(samples))
     findings += _look_findings(samples, looks)
@@ -218,7 +223,7 @@ def _header_findings(sample: Sample) -> Iterable[Finding]:
         yield Finding("warning", "no edit", sample.name, detail)
 
 
-def _look(sample: Sample) -> _Look:
+def _look(sample: Sample, closely: bool) -> _Look:
     look, images = _Look(), sample.own_images
     small = [_small(image.ref, look) for image in images.all]
     if small[0] is not None:
@@ -227,6 +232,7 @@ def _look(sample: Sample) -> _Look:
         look.control, look.control_features = similarity.thumbnail(small[1]), similarity.features(small[1])
         if small[0] is not None:
             look.shift = shift_between(small[1], small[0])
+            look.registration = measured(sample, _SIDE) if closely and not look.shift.is_suspect else None
     if images.mask:
         try:
             values = np.asarray(load_mask(images.mask)) / 255
@@ -262,6 +268,24 @@ def _look_findings(samples: Sequence[Sample], looks: Sequence[_Look]) -> Iterabl
                 f"{shift.down:+.0%} of the height they fit better"
             )
             yield Finding("warning", "unaligned", name, detail)
+        if look.registration:
+            yield from _registration_findings(name, look.registration)
+
+
+def _registration_findings(name: str, found: Registration) -> Iterable[Finding]:
+    if max(abs(found.down), abs(found.right)) > 0.5 or abs(found.zoom - 1) > 0.002:
+        detail = (
+            f"the target lies {found.right:+.1f} pixels right of its control and {found.down:+.1f} below, and is "
+            f"{100 * (found.zoom - 1):+.2f} % larger; `qflux inspect --fix FOLDER` writes registered copies"
+        )
+        yield Finding("warning", "off by pixels", name, detail)
+    if found.has_cast:
+        lightness, red, yellow = found.cast
+        detail = (
+            f"what the edit leaves alone is of another colour: lightness {lightness:+.1f}, red {red:+.1f}, yellow "
+            f"{yellow:+.1f} (Lab)"
+        )
+        yield Finding("note", "colour cast", name, detail)
 
 
 def _likeness_findings(samples: Sequence[Sample], looks: Sequence[_Look]) -> Iterable[Finding]:

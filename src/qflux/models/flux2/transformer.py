@@ -29,11 +29,14 @@ from qflux.models.projection import TextProjection
 from qflux.ragged.heads import join_heads, join_turned_heads, turned_heads
 from qflux.ragged.layout import RaggedLayout
 from qflux.ragged.modulation import ModulatedStream, add_gated, clip_fp16, norm_modulate
+from qflux.ragged.recomputed.unread import Unread
 from qflux.ragged.rope import Rotary, rotary_from
 
 
 class RaggedFlux2Block(Flux2TransformerBlock):
     """The double-stream block. With a layout it runs on concatenated tokens; without one it is diffusers' own."""
+
+    unread: ClassVar = Unread(("ff.linear_out", "ff_context.linear_out"))
 
     def forward(
         self,
@@ -81,6 +84,8 @@ class RaggedFlux2Block(Flux2TransformerBlock):
 
 class RaggedFlux2SingleBlock(Flux2SingleTransformerBlock):
     """The single-stream block: one projection for query, key, value and the MLP, and one back."""
+
+    unread: ClassVar = Unread(("attn.to_out",))
 
     def forward(
         self,

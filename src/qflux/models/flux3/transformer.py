@@ -29,6 +29,7 @@ from qflux.models.projection import TextProjection
 from qflux.ragged.heads import turned_heads
 from qflux.ragged.layout import PackedLayout, RaggedLayout
 from qflux.ragged.modulation import add_gated, norm_modulate
+from qflux.ragged.recomputed.unread import Unread
 from qflux.ragged.rope import Rotary, rotary_from
 
 
@@ -57,6 +58,8 @@ def _parallel(block: Any, tokens: Tensor, table: Tensor, row: Tensor, rotary: Ro
 class RaggedFlux3ModeBlock(Flux3ModeTransformerBlock):
     """The block of one kind of tokens. With a layout it runs on concatenated tokens."""
 
+    unread: ClassVar = Unread(("attn.to_out.0", "ff.linear_out"))
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -82,6 +85,8 @@ class RaggedFlux3ModeBlock(Flux3ModeTransformerBlock):
 
 class RaggedFlux3SingleBlock(Flux3SingleTransformerBlock):
     """The block of whole samples."""
+
+    unread: ClassVar = Unread(("attn.to_out.0", "ff.linear_out"))
 
     def forward(
         self,

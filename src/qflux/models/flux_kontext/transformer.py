@@ -27,6 +27,7 @@ from qflux.ragged.attention import contiguous_gradient
 from qflux.ragged.heads import join_heads, join_turned_heads, turned_heads
 from qflux.ragged.layout import RaggedLayout
 from qflux.ragged.modulation import ModulatedStream, add_gated, clip_fp16, norm_modulate
+from qflux.ragged.recomputed.unread import Unread
 from qflux.ragged.rope import Rotary, rotary_from
 
 _CONTROLNET = ("controlnet_block_samples", "controlnet_single_block_samples")
@@ -34,6 +35,8 @@ _CONTROLNET = ("controlnet_block_samples", "controlnet_single_block_samples")
 
 class RaggedFluxBlock(FluxTransformerBlock):
     """The double-stream block. With a layout it runs on concatenated tokens; without one it is diffusers' own."""
+
+    unread: ClassVar = Unread(("ff.net.2", "ff_context.net.2"), gates=("norm1", "norm1_context"))
 
     def forward(
         self,
@@ -87,6 +90,8 @@ class SingleStreamAttention(FluxAttention):
 
 class RaggedFluxSingleBlock(FluxSingleTransformerBlock):
     """The single-stream block. With a layout it runs on the joint tokens; without one it is diffusers' own."""
+
+    unread: ClassVar = Unread(("proj_out",), gates=("norm",))
 
     def forward(
         self,

@@ -27,6 +27,7 @@ from qflux.models.qwen_image.facts import MOST_IMAGES
 from qflux.ragged.heads import join_heads, join_turned_heads
 from qflux.ragged.layout import PackedLayout, RaggedLayout
 from qflux.ragged.modulation import ModulatedStream, clip_fp16, norm_modulate
+from qflux.ragged.recomputed.unread import Unread
 from qflux.ragged.rope import Rotary
 from qflux.ragged.shapes import ImageShape, image_tokens
 from qflux.ragged.transfer import upload
@@ -38,6 +39,8 @@ POSITIONS = MOST_IMAGES
 
 class RaggedQwenImageBlock(QwenImageTransformerBlock):
     """The double-stream block. With a layout it runs on concatenated tokens; without one it is diffusers' own."""
+
+    unread: ClassVar = Unread(("img_mlp.net.2", "txt_mlp.net.2"), gates=("img_mod", "txt_mod"))
 
     def forward(
         self,

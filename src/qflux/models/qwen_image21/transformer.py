@@ -28,11 +28,14 @@ from qflux.ragged.heads import turned_heads
 from qflux.ragged.layout import RaggedLayout
 from qflux.ragged.modulation import add_gated, clip_fp16, norm_modulate
 from qflux.ragged.prefix import PrefixMemory
+from qflux.ragged.recomputed.unread import Unread
 from qflux.ragged.rope import Rotary
 
 
 class RaggedQwenImage21Block(QwenImage21TransformerBlock):
     """The block. With a layout it runs on concatenated tokens; without one it is diffusers' own."""
+
+    unread: ClassVar = Unread(("img_mlp.out",))
 
     def forward(
         self,

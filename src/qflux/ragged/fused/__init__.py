@@ -16,6 +16,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
+from qflux.ragged.recomputed.unread import LastLinear
+
 HAS_TRITON = find_spec("triton") is not None
 
 if HAS_TRITON:
@@ -38,7 +40,7 @@ def ready(tokens: Tensor) -> bool:
 def is_plain(linear: nn.Module, tokens: Tensor) -> TypeGuard[nn.Linear]:
     """Whether `linear` is a matrix product and nothing else: no adapter, no quantization, no hook."""
     return (
-        type(linear) is nn.Linear
+        type(linear) in (nn.Linear, LastLinear)
         and type(linear.weight.data) is Tensor
         and linear.bias is not None
         and linear.weight.dtype == tokens.dtype

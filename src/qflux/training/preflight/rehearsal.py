@@ -30,6 +30,7 @@ from qflux.training.edits import DrawnEdits
 from qflux.training.model import TrainedModel
 from qflux.training.optimizer.schedule import set_rate
 from qflux.training.optimizer.step import Update
+from qflux.training.passes import loss_of
 from qflux.training.preflight.probes import checkpoint_bytes, require_room
 
 
@@ -67,7 +68,7 @@ class Rehearsal:
     def _try_step(self, batch: Batch, objective: Objective) -> Shortage | None:
         update = self._state.update
         try:
-            loss, _ = objective(self._model.velocity(batch), batch)
+            loss, _ = loss_of(batch, self._model, objective)
             update.backward(loss)
             _still_step(update, self._config)
             if update.ema is not None:
