@@ -47,7 +47,14 @@ def cache(tmp_path_factory, checkpoint, data_set) -> Path:
 @pytest.fixture
 def config(tmp_path, checkpoint, data_set, cache):
     """A function from overrides to a config on the shared data, checkpoint and cache, with its own output folder."""
-    return lambda *overrides: make_config(checkpoint, data_set, cache, tmp_path / "runs", *overrides)
+    before = entries_of(cache)
+    yield lambda *overrides: make_config(checkpoint, data_set, cache, tmp_path / "runs", *overrides)
+    # What one test leaves here would fail another one, depending on which process runs it and when.
+    assert entries_of(cache) == before, "this test wrote into the shared cache: give it its own (cache.path=null)"
+
+
+def entries_of(cache: Path) -> set[Path]:
+    return {path for folder in ("entries", "samples") for path in (cache / folder).rglob("*.*")}
 
 
 def make_config(checkpoint: Path, data_set: Path, cache: Path, output: Path, *overrides: str) -> Config:

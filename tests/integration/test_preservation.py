@@ -114,7 +114,7 @@ PRESERVED = {
 
 
 def trained(config, name: str, *overrides: str) -> dict[str, torch.Tensor]:
-    steps = ("data.batch_size=6", "train.preflight=false", "optimizer.class_path=torch.optim.SGD")
+    steps = ("cache.path=null", "data.batch_size=6", "train.preflight=false", "optimizer.class_path=torch.optim.SGD")
     trainer = Trainer(config(*steps, "optimizer.init_args={lr: 0.1}", f"run_name={name}", *overrides))
     trainer.cache()
     return load_file(trainer.fit().adapter)
