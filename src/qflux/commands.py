@@ -28,7 +28,7 @@ from qflux.adapters.convert import MERGED, Exported, export_adapters
 from qflux.cache.build import CacheReport, build_cache
 from qflux.cache.build import Listener as CacheListener
 from qflux.cache.cache import EmbeddingCacheManager
-from qflux.cache.samples import count_text, read_samples, require_complete
+from qflux.cache.samples import count_text, longest_text, read_samples, require_complete
 from qflux.cache.stored import read_stored
 from qflux.config import Config
 from qflux.config.sampling import PredictSettings
@@ -89,7 +89,7 @@ class Trainer:
             count, estimated = _estimated_length, True
 
         def length(sample: Sample) -> tuple[int, int]:
-            counted = count(sample.prompt, sample.sizes)
+            counted = longest_text(sample, count)
             return counted.used, counted.wanted
 
         # An estimate is no reason to complain.

@@ -433,7 +433,7 @@ def test_dropout_trains_on_cached_embeddings_of_the_empty_prompt(name, data_set,
         shown = len(sample.images.controls) if variant.controls else 0
         assert len(cached.controls) == len(live.controls) == shown
     assert trainer.fit().steps == 6
-    drawn = [drawn_variant(trainer.config, "sample", visit) for visit in range(400)]
+    drawn = [drawn_variant(trainer.config, sample, visit) for visit in range(400)]
     assert 0.3 < sum(not variant.caption for variant in drawn) / 400 < 0.5
     assert 0.3 < sum(not variant.controls for variant in drawn) / 400 < 0.5
 

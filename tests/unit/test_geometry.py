@@ -200,3 +200,60 @@ def test_a_marked_point_lands_on_the_same_token_in_target_mask_and_first_control
     tolerance = (1.0 + max(1.0, 1 / scale)) * max(transform.size[0] / height, 1.0) / 16
     assert np.abs(target - mask).max() < 0.01
     assert np.abs(target - control).max() < tolerance
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    width=st.integers(17, 900),
+    height=st.integers(17, 900),
+    candidates=st.lists(st.integers(64 * 64, 1024 * 1024), min_size=1, max_size=4),
+    process=st.sampled_from(["fixed_pixels", "resize", "padding"]),
+)
+def test_nothing_is_enlarged_unless_asked_for(width, height, candidates, process):
+    """A small image keeps its own pixels, less than a step is lost; a large one is sized as ever."""
+    if max(width / height, height / width) > 3:
+        return
+    common = {"process_type": process, "multi_resolutions": Candidates(target=candidates)}
+    asked = ImageProcessor(ProcessorSettings(**common)).target(width, height)
+    kept = ImageProcessor(ProcessorSettings(**common, enlarge=False)).target(width, height)
+    if not asked.enlarges(width, height):
+        assert kept == asked
+        return
+    assert kept.size == (height // 16 * 16, width // 16 * 16)
+    assert kept.size[0] * kept.size[1] <= asked.size[0] * asked.size[1]
+    if process == "fixed_pixels":
+        image = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        left, top = (width % 16) // 2, (height % 16) // 2
+        cut = image[top : top + kept.size[0], left : left + kept.size[1]]
+        assert np.array_equal(np.asarray(kept(Image.fromarray(image))), cut)
+
+
+def test_a_control_of_another_resolution_is_cut_as_its_small_target_is():
+    processor = ImageProcessor(ProcessorSettings(target_pixels=1024 * 1024, enlarge=False))
+    target = processor.target(310, 250)
+    twice = processor.control(0, 620, 500, target)
+    other = processor.control(0, 400, 700, target)
+    assert target.size == twice.size == other.size == (240, 304)
+    assert twice.box(620, 500) == tuple(2 * side for side in target.box(310, 250))
+    left, top, right, bottom = other.box(400, 700)
+    assert (right - left) / (bottom - top) == pytest.approx(304 / 240, rel=1e-3)  # covered, not squeezed
+    assert other.crops(400, 700)
+    assert not target.crops(310, 250)
+
+
+def test_one_size_for_all_contradicts_no_enlarging():
+    with pytest.raises(ValueError, match="leave enlarge: false out"):
+        ProcessorSettings(target_size=(64, 64), enlarge=False)
+
+
+@pytest.mark.parametrize("enlarge", [True, False])
+def test_a_control_of_its_own_keeps_size_and_aspect_ratio(enlarge):
+    common = {"multi_resolutions": Candidates(target=[96 * 96, 192 * 192]), "enlarge": enlarge}
+    processor = ImageProcessor(ProcessorSettings(**common, controls="own"))
+    target = processor.target(260, 130)
+    square = processor.control(0, 200, 200, target)
+    assert square == processor.target(200, 200)
+    assert square.size[0] == square.size[1]
+    shared = ImageProcessor(ProcessorSettings(**common)).control(0, 200, 200, target)
+    assert shared.size == target.size
+    assert shared.crops(200, 200)

@@ -167,7 +167,7 @@ def test_lists_of_fixed_length_are_lists(tmp_path):
 
 def test_columns_of_the_wrong_kind_are_errors(tmp_path):
     (tmp_path / "data").mkdir()
-    table = datasets.Dataset.from_dict({"target_image": [png()], "prompt": [["a", "b"]]})
+    table = datasets.Dataset.from_dict({"target_image": [png()], "prompt": [[1, 2]]})
     with pytest.raises(DataError, match="not text"):
         read_source(source(save_parquet(table, tmp_path)))
     table = datasets.Dataset.from_dict({"target_image": [3], "prompt": ["a"]})

@@ -58,7 +58,9 @@ def open_prompt(sample: Sample, variant: Variant = COMPLETE) -> Prompt:
     """The prompt with the images that the text encoder sees."""
     controls = sample.own_images.controls if variant.controls else ()
     seen = tuple(view for image in controls if (view := image.load_view()) is not None)
-    return Prompt(sample.prompt if variant.caption else "", images=seen)
+    if not variant.caption:
+        return Prompt("", images=seen)
+    return Prompt(sample.captions[variant.number], sample.prompt_2, seen)
 
 
 def open_mask(sample: Sample) -> Tensor | None:

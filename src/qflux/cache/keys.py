@@ -35,7 +35,7 @@ class SampleKeys:
     id: str
     """Of the sample itself, from its content: independent of paths, transforms and encoders."""
     texts: tuple[tuple[Variant, str], ...]
-    """The prompt as it is, first, and as dropout leaves it."""
+    """The prompt as it is, first, and as dropout leaves it; its other wordings likewise."""
     target: str
     controls: tuple[str, ...]
     shapes: Shapes
@@ -54,8 +54,10 @@ class SampleKeys:
 
     @property
     def key(self) -> str:
-        """Of the sample as a whole; what dropout leaves of it does not matter."""
-        return key_of("sample", VERSION, self.texts[0][1], self.images, self.mask)
+        """Of the sample as a whole, with all its captions; what dropout leaves of it does not matter."""
+        captions = sorted((variant.number, key) for variant, key in self.texts if variant.is_complete)
+        text: object = captions[0][1] if len(captions) == 1 else [key for _, key in captions]
+        return key_of("sample", VERSION, text, self.images, self.mask)
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -83,8 +85,9 @@ class Manifest:
 
     @property
     def text_tokens(self) -> int:
-        """Of the prompt as it is."""
-        return self.lengths[0]
+        """Of the prompt as it is; of several captions, the longest."""
+        texts = zip(self.keys.texts, self.lengths, strict=True)
+        return max(tokens for (variant, _), tokens in texts if variant.is_complete)
 
     def dump(self) -> dict[str, Any]:
         keys = self.keys
@@ -92,7 +95,7 @@ class Manifest:
         return {
             "version": VERSION,
             "id": keys.id,
-            "texts": [[list(variant), key, tokens] for (variant, key), tokens in texts],
+            "texts": [[_listed(variant), key, tokens] for (variant, key), tokens in texts],
             "images": list(keys.images),
             "img_shapes": [list(shape) for shape in keys.shapes.images],
             "n_controls": len(keys.controls),
@@ -138,6 +141,11 @@ class Manifest:
         return manifest
 
 
+def _listed(variant: Variant) -> list[object]:
+    """A variant as manifests have it, which had no numbers before samples could have several captions."""
+    return [variant.caption, variant.controls, *([variant.number] if variant.number else [])]
+
+
 @dataclass(frozen=True)
 class KeyMaker:
     """The cache keys of a sample: everything its entries are made from, and nothing else."""
@@ -153,6 +161,7 @@ class KeyMaker:
 
     def __call__(self, sample: Sample, variants: Sequence[Variant]) -> SampleKeys:
         images = sample.own_images
+        variants = [one for variant in variants for one in variant.of_captions(len(sample.captions))]
         target, *controls = (
             key_of("image", VERSION, image.facts.hash, image.transform.key, self.image_encoder, self.dtype)
             for image in images.all
@@ -177,5 +186,8 @@ class KeyMaker:
         seen = [(image.facts.hash, image.view.key) for image in controls if image.view]
         # Until 0.1.0 the limit counted the tokens of images too, and long prompts with images were cut differently.
         limit = [self.text_limit, "words"] if seen else self.text_limit
-        prompt = (self.family, sample.prompt if variant.caption else "", seen, limit)
+        text: object = sample.captions[variant.number] if variant.caption else ""
+        if variant.caption and sample.prompt_2 is not None:
+            text = [text, sample.prompt_2]
+        prompt = (self.family, text, seen, limit)
         return key_of("text", VERSION, prompt, encoder, self.dtype)

@@ -13,7 +13,7 @@ from qflux.data.dataset import Dataset, Progress, gather, require_usable
 from qflux.data.encoded import COMPLETE, NO_CAPTION, Variant
 from qflux.data.sample import Sample
 from qflux.errors import CacheError, CheckpointError, DataError, collected, redacted
-from qflux.models.family import Family, InputWidths, TextCounter, text_limit
+from qflux.models.family import Family, InputWidths, TextCount, TextCounter, text_limit
 from qflux.models.loading import checkpoint_folder, identity, layer_identity
 from qflux.models.projection import projection_weights
 
@@ -75,7 +75,9 @@ def held_out_variants(config: Config) -> list[Variant]:
 def _require_variants(stored: Sequence[Sample], variants: Sequence[Variant], remedy: str) -> None:
     for sample in stored:
         assert isinstance(sample.embeddings, StoredEmbeddings)
-        missing = [variant for variant in variants if variant not in sample.embeddings.variants]
+        captions = len(sample.captions)
+        needed = (one for variant in variants for one in variant.of_captions(captions))
+        missing = [variant for variant in needed if variant not in sample.embeddings.variants]
         if missing:
             raise CacheError(
                 f"{sample.place}: no embedding {missing[0].name} is stored, and this config needs one",
@@ -163,9 +165,16 @@ def count_text(dataset: Dataset, count: TextCounter) -> None:
     """Count the prompts of samples that are not in the cache: what training without one goes by."""
     for kind in (dataset.training, dataset.held_out):
         kind[:] = [
-            replace(s, text_tokens=count(s.prompt, s.sizes).used) if s.images and s.text_tokens is None else s
+            replace(s, text_tokens=longest_text(s, count).used) if s.images and s.text_tokens is None else s
             for s in kind
         ]
+
+
+def longest_text(sample: Sample, count: TextCounter) -> TextCount:
+    """The length of the longest of a sample's captions, in tokens."""
+    # Where there is a second prompt, the encoder whose tokens the transformer sees reads that one.
+    texts = (sample.prompt_2,) if sample.prompt_2 is not None else sample.captions
+    return max((count(text, sample.sizes) for text in texts), key=lambda counted: (counted.wanted, counted.used))
 
 
 def require_fitting(dataset: Dataset, widths: InputWidths, config: Config) -> None:

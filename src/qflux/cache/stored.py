@@ -84,6 +84,7 @@ def _from_manifest(store: EmbeddingCacheManager, file: Path) -> Sample:
         has_mask=keys.mask is not None,
         embeddings=StoredEmbeddings(keys.key, keys.variants, partial(store.load, keys), keys.projected),
         text_tokens=manifest.text_tokens,
+        further_captions=("",) * (sum(variant.is_complete for variant in keys.variants) - 1),
     )
 
 

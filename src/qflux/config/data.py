@@ -94,6 +94,17 @@ class ProcessorSettings(Section):
         description="area of each control, the image to edit first; one number is for all of them",
         json_schema_extra=DECIDES,
     )
+    controls: Literal["target", "own"] = Field(
+        default="target",
+        description="how the image to edit reaches its size, if nothing else says so: as its target does, cut alike; "
+        "own: from its own size and aspect ratio, as further controls do",
+        json_schema_extra=DECIDES,
+    )
+    enlarge: bool = Field(
+        default=True,
+        description="false: an image that is smaller than its area keeps its own pixels, cut to the multiple",
+        json_schema_extra=DECIDES,
+    )
     max_aspect_ratio: float | None = Field(
         default=3.0,
         ge=1.0,
@@ -106,6 +117,8 @@ class ProcessorSettings(Section):
         order = [name for name in ("target_size", "multi_resolutions", "target_pixels") if getattr(self, name)]
         if len(order) > 1:
             logger.warning("data.processor: %s is set, so %s is not used.", order[0], " and ".join(order[1:]))
+        if self.target_size and not self.enlarge:
+            raise ValueError("target_size is one size for all images, so some are enlarged; leave enlarge: false out")
         if self.controls_size and self.controls_pixels:
             logger.warning(
                 "data.processor: controls_size is set, so controls_pixels is used for further controls only."
@@ -161,7 +174,19 @@ class TableColumns(Section):
         description="instead of `control`: a column for each control, the image to edit first",
         json_schema_extra=FREE,
     )
-    prompt: str = Field(default="prompt", description="the instruction", json_schema_extra=FREE)
+    prompt: str = Field(
+        default="prompt",
+        description="the instruction; in JSON it may hold a list of wordings, of which a visit draws one",
+        json_schema_extra=FREE,
+    )
+    captions: Names | None = Field(
+        default=None, description="columns with other wordings of the prompt", json_schema_extra=FREE
+    )
+    prompt_2: str | None = Field(
+        default="prompt_2",
+        description="what a second text encoder reads instead, if the table has it; null: none",
+        json_schema_extra=FREE,
+    )
     mask: str = Field(
         default="path_mask", description="the edited region, if the table has one", json_schema_extra=FREE
     )
@@ -192,7 +217,19 @@ class HubColumns(Section):
         description="a column with one image or a list of images; or several columns",
         json_schema_extra=FREE,
     )
-    prompt: str = Field(default="prompt", description="the instruction", json_schema_extra=FREE)
+    prompt: str = Field(
+        default="prompt",
+        description="the instruction, or a list of wordings of it, of which a visit draws one",
+        json_schema_extra=FREE,
+    )
+    captions: Names | None = Field(
+        default=None, description="columns with other wordings of the prompt", json_schema_extra=FREE
+    )
+    prompt_2: str | None = Field(
+        default="prompt_2",
+        description="what a second text encoder reads instead, if there is one; null: none",
+        json_schema_extra=FREE,
+    )
     mask: str = Field(default="control_mask", description="the edited region, if there is one", json_schema_extra=FREE)
 
 

@@ -55,6 +55,9 @@ class ImagePolicy(Protocol):
     def check_controls(self, count: int, what: str) -> None:
         """A `DataError` if a sample can't have this many controls."""
 
+    def check_prompts(self, second: str | None, what: str) -> None:
+        """A `DataError` if a sample has a second prompt that nobody would read."""
+
 
 @dataclass
 class Dataset:
@@ -189,6 +192,7 @@ def _make(listed: ListedSample, facts: Sequence[ImageFacts], processor: ImagePro
     of_target, of_controls = facts[0], facts[1 : 1 + len(listed.controls)]
     of_mask = facts[-1] if listed.mask else None
     policy.check_controls(len(listed.controls), str(listed.target))
+    policy.check_prompts(listed.prompt_2, str(listed.target))
     transform = processor.target(*of_target.size, name=str(listed.target))
     controls = []
     for number, (ref, fact) in enumerate(zip(listed.controls, of_controls, strict=True)):
@@ -205,7 +209,10 @@ def _make(listed: ListedSample, facts: Sequence[ImageFacts], processor: ImagePro
         listed.mask,
         of_mask.hash if of_mask else None,
     )
-    content = key_of("id", [image.facts.hash for image in images.all], listed.prompt, images.mask_hash)
+    worded: object = listed.prompt
+    if listed.prompt_2 is not None or listed.further_captions:
+        worded = [listed.prompt, listed.prompt_2, *listed.further_captions]
+    content = key_of("id", [image.facts.hash for image in images.all], worded, images.mask_hash)
     grids = [token_shape(*image.transform.size, policy.pixels_per_token) for image in images.all]
     return Sample(
         id=key_of("class image", content) if listed.is_prior else content,
@@ -219,6 +226,8 @@ def _make(listed: ListedSample, facts: Sequence[ImageFacts], processor: ImagePro
         has_mask=listed.mask is not None,
         images=images,
         content=content,
+        prompt_2=listed.prompt_2,
+        further_captions=listed.further_captions,
     )
 
 

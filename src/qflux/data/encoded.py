@@ -78,11 +78,23 @@ class Variant(NamedTuple):
 
     caption: bool = True
     controls: bool = True
+    number: int = 0
+    """Which of a sample's captions it is, where there are several."""
 
     @property
     def name(self) -> str:
-        dropped = [part for part, kept in zip(self._fields, self, strict=True) if not kept]
-        return f"without {' and '.join(dropped)}" if dropped else "whole"
+        dropped = [part for part, kept in (("caption", self.caption), ("controls", self.controls)) if not kept]
+        of = f"of caption {self.number + 1} " if self.number else ""
+        return of + (f"without {' and '.join(dropped)}" if dropped else "whole")
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing is dropped, whichever caption it has."""
+        return self.caption and self.controls
+
+    def of_captions(self, count: int) -> list[Variant]:
+        """The same for each of so many captions; once, where the caption is dropped."""
+        return [self._replace(number=number) for number in range(count if self.caption else 1)]
 
 
 COMPLETE = Variant()

@@ -107,9 +107,18 @@ class Sample:
     embeddings: Embeddings | None = field(default=None, compare=False, repr=False)
     """Where they are or belong; none before a cache was asked."""
     text_tokens: int | None = None
-    """The length of the prompt as the transformer sees it, once that is known."""
+    """The length of the prompt as the transformer sees it, once that is known; of several, the longest."""
     content: str = ""
     """The id of an equal sample that is no class image: those have noise of their own, and so ids of their own."""
+    prompt_2: str | None = None
+    """What a second text encoder reads instead of the prompt."""
+    further_captions: tuple[str, ...] = ()
+    """Other wordings of the prompt; a visit draws one of them all. Empty ones where only embeddings are left."""
+
+    @property
+    def captions(self) -> tuple[str, ...]:
+        """The prompt and its other wordings."""
+        return (self.prompt, *self.further_captions)
 
     @property
     def tokens(self) -> int:

@@ -100,6 +100,8 @@ class Facts:
     """Text and controls do not see the target: they may stand once before several targets."""
     has_alpha: bool = False
     """Images have a fourth channel, their opacity."""
+    has_second_prompt: bool = False
+    """A second text encoder may read another prompt than the first."""
     compiled_activations: float = 0.77
     """What compiled blocks keep for the backward pass, of what blocks keep that are not compiled; measured."""
     compiled_around: float = 2.0
@@ -166,6 +168,14 @@ class Facts:
             least, most = self.controls
             allowed = f"{least} or more" if most is None else f"{least}" if least == most else f"{least} to {most}"
             raise DataError(f"{what}: {count} control images; {self.name} takes {allowed}", remedy)
+
+    def check_prompts(self, second: str | None, what: str) -> None:
+        """An error if a sample has a second prompt and the family has no second text encoder."""
+        if second is not None and not self.has_second_prompt:
+            raise DataError(
+                f"{what}: a second prompt (prompt_2), and {self.name} has one text encoder, which reads the prompt",
+                "leave it out; a table's column of that name is left alone with columns.prompt_2: null.",
+            )
 
     def spelled_in(self, name: str) -> int:
         """How many letters of a name speak for this family: 0 if it does not look like one of its checkpoints."""

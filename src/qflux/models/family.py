@@ -206,6 +206,10 @@ class Family:
         """An error if a sample can't have this many controls."""
         self.facts.check_controls(count, what)
 
+    def check_prompts(self, second: str | None, what: str) -> None:
+        """An error if a sample has a second prompt that nobody would read."""
+        self.facts.check_prompts(second, what)
+
 
 def text_limit(config: Config, family: Family) -> TextLimit:
     """The limit on prompts that a config asks for; more than the family takes is an error."""

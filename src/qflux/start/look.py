@@ -91,6 +91,9 @@ class _Policy:
         fitting = next((facts.name for facts in all_facts() if facts.takes(count)), None)
         self.facts.check_controls(count, what, f"--family {fitting} fits such data." if fitting else "")
 
+    def check_prompts(self, second: str | None, what: str) -> None:
+        self.facts.check_prompts(second, what)
+
 
 def look(source: dict[str, Any], rows: bytes, family: str, progress: Progress | None = None) -> Seen:
     """Look at the samples of a source. `rows` are of a table that is not written yet."""

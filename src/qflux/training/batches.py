@@ -234,9 +234,10 @@ class Batches:
 
     def _draw(self, sample: Sample, visit: int, part: _Part) -> _Drawn:
         config, tokens = self._config, sample.shapes.target_tokens
-        variant = COMPLETE if part.drops_nothing else drawn_variant(config, sample.id, visit)
+        variant = COMPLETE if part.drops_nothing else drawn_variant(config, sample, visit)
         is_blank = not part.drops_nothing and is_blank_visit(config, sample.id, visit)
-        variant = variant._replace(caption=variant.caption and not is_blank)
+        if is_blank:
+            variant = variant._replace(caption=False, number=0)
         read, draws = self._reader.read(sample, variant), []
         for number in self._noises.numbers(visit):
             sigma, noise = self._levels.draw(config.seed, sample.id, number, tokens, self._channels)
@@ -259,12 +260,18 @@ class Batches:
         return names([self._samples[visit.sample] for visit in part.visits])
 
 
-def drawn_variant(config: Config, sample_id: str, visit: int) -> Variant:
-    """What dropout leaves of a sample on one visit: a function of (seed, sample, visit) and of nothing else."""
-    draw = random.Random(seed_of("dropout", config.seed, sample_id, visit))
-    return Variant(
-        caption=draw.random() >= config.train.caption_dropout, controls=draw.random() >= config.train.control_dropout
-    )
+def drawn_variant(config: Config, sample: Sample, visit: int) -> Variant:
+    """What a visit shows of a sample: one of its captions, and what dropout leaves.
+
+    It is a function of (seed, sample, visit) and of nothing else.
+    """
+    draw = random.Random(seed_of("dropout", config.seed, sample.id, visit))
+    caption = draw.random() >= config.train.caption_dropout
+    controls = draw.random() >= config.train.control_dropout
+    number = 0
+    if caption and sample.further_captions:
+        number = random.Random(seed_of("caption", config.seed, sample.id, visit)).randrange(len(sample.captions))
+    return Variant(caption, controls, number)
 
 
 def is_blank_visit(config: Config, sample_id: str, visit: int) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -64,8 +64,26 @@ class Transform:
 
     def crops(self, width: int, height: int) -> bool:
         """More than the remainder of one step is cut off an image of this size."""
+        if self.fit == "cut" and self.inner is not None:
+            return any(inner - side >= self.step for inner, side in zip(self.inner, self.size, strict=True))
         rows, columns = (side / self.step for side in self.size)
         return self.fit == "crop" and abs(columns - rows * width / height) >= 1 <= abs(rows - columns * height / width)
+
+    def enlarges(self, width: int, height: int) -> bool:
+        """An image of this size gets more pixels than it has."""
+        rows, columns = self.size
+        scales = columns / width, rows / height
+        return (min(scales) if self.fit == "pad" else max(scales)) > 1
+
+    def aligned(self, width: int, height: int) -> Transform:
+        """The same for an image of this size that shows what the transform's own image shows.
+
+        Only one that cuts pixel by pixel depends on the size: the other image covers what is cut, and is cut alike.
+        """
+        if self.fit != "cut" or self.inner is None or self.inner == (height, width):
+            return self
+        scale = max(self.inner[1] / width, self.inner[0] / height)
+        return replace(self, inner=(round(height * scale), round(width * scale)))
 
     def __call__(self, image: Image.Image, fill: str = "white") -> Image.Image:
         height, width = self.size
@@ -147,8 +165,9 @@ class ImageProcessor:
         """
         self.check_aspect(width, height, name)
         chosen = self._of_control(index)
-        if index == 0 and target is not None and chosen in (None, self._of_target()):
-            return target
+        aligned = index == 0 and target is not None and self.settings.controls == "target"
+        if aligned and target is not None and chosen in (None, self._of_target()):
+            return target.aligned(width, height)
         return self._transform(chosen or self._of_target(), width, height)
 
     def _of_target(self) -> _Choice:
@@ -181,7 +200,13 @@ class ImageProcessor:
             size = closest_aspect(size_presets()[choice], width, height)
         else:
             size = best_size([int(area) for area in choice], width, height, self.step)
-        return Transform(size, self.fit, self.step)
+        transform = Transform(size, self.fit, self.step)
+        if self.settings.enlarge or isinstance(choice, tuple) or not transform.enlarges(width, height):
+            return transform
+        size = max(height // self.step, 1) * self.step, max(width // self.step, 1) * self.step
+        if self.fit != "crop" or min(width, height) < self.step:
+            return Transform(size, self.fit, self.step)
+        return Transform(size, "cut", self.step, inner=(height, width))
 
     def check_aspect(self, width: int, height: int, name: str) -> None:
         """An error if the image is longer than `max_aspect_ratio` allows."""

@@ -17,7 +17,7 @@ from qflux.data.images.index import in_parallel
 from qflux.data.lint.registration import Registration, covered, loaded_pair, measured, registered
 from qflux.data.sample import Sample, SampleImage
 from qflux.data.sources.folder import CONTROLS, TARGETS
-from qflux.data.sources.naming import CONTROL, MASK
+from qflux.data.sources.naming import CAPTION, CONTROL, MASK, PROMPT_2
 from qflux.errors import DataError
 from qflux.files.atomic import new_folder, write_bytes
 from qflux.measures.colour import lab
@@ -127,7 +127,11 @@ def _copied(sample: Sample, name: str, root: Path) -> Fixed:
             _copy(control, root / CONTROLS / f"{name}{CONTROL}_{number}")
     except DataError as error:
         return Fixed(sample.name, None, moved=False, problem=error.problem)
-    write_bytes(root / TARGETS / f"{name}.txt", f"{sample.prompt}\n".encode())
+    texts = {"": sample.prompt} | {f"{CAPTION}_{n}": text for n, text in enumerate(sample.further_captions, start=1)}
+    if sample.prompt_2 is not None:
+        texts[PROMPT_2] = sample.prompt_2
+    for suffix, text in texts.items():
+        write_bytes(root / TARGETS / f"{name}{suffix}.txt", f"{text}\n".encode())
     return Fixed(sample.name, found, moved=found is not None and found.is_off)
 
 

@@ -2,6 +2,8 @@
 
 training_images/<base>.png            the target
 training_images/<base>.txt            the prompt
+training_images/<base>_caption_1.txt  other wordings of it, counted from 1; a visit draws one of all
+training_images/<base>_prompt_2.txt   what a second text encoder reads instead, in families that have one
 control_images/<base>.png             the first control, aligned with the target
 control_images/<base>_control_1.png   further controls, counted from 1
 …_images/<base>_mask.png              the edited region, white; in either folder
@@ -14,7 +16,8 @@ from pathlib import Path
 
 from qflux.data.images.decode import SUFFIXES, ImageFile, shown
 from qflux.data.sources.listing import ListedSample, Listing, current_folder, note_controls
-from qflux.data.sources.naming import further_control, masked_base, owner
+from qflux.data.sources.naming import PROMPT_2, further_caption, further_control, masked_base, owner
+from qflux.data.sources.wording import Wording, worded
 from qflux.errors import DataError
 
 TARGETS, CONTROLS = "training_images", "control_images"
@@ -38,17 +41,16 @@ def read_folder(root: Path) -> Listing:
     targets = {stem: path for stem, path in listed.items() if masked_base(stem, listed) is None}
     masks = _masks(targets, [*listed.values(), *beside.values()], listing, unclear)
     controls = _controls(targets, beside, listing, unclear)
-    prompts = {file.stem: file for file in _files(targets_dir) if file.suffix.lower() == ".txt"}
-    for base in sorted(prompts.keys() - targets.keys()):
-        listing.fault(shown(prompts[base]), "a prompt without an image")
+    texts = _texts(targets, targets_dir, listing)
 
     for base, target in sorted(targets.items()):
-        prompt = _prompt(base, target, prompts, listing)
-        if prompt is None or base in unclear:
+        wording = _wording(target, texts.get(base, {}), listing)
+        if wording is None or base in unclear:
             continue
         mask = ImageFile(masks[base]) if base in masks else None
         images = tuple(map(ImageFile, controls.get(base, ())))
-        listing.samples.append(ListedSample(shown(base), ImageFile(target), prompt, images, mask))
+        found = ListedSample(shown(base), ImageFile(target), wording.prompt, images, mask)
+        listing.samples.append(wording.put_into(found))
     if controls:
         note_controls(listing)
     return listing
@@ -118,11 +120,48 @@ def _controls(
     return controls
 
 
-def _prompt(base: str, target: Path, prompts: dict[str, Path], listing: Listing) -> str | None:
-    if base not in prompts:
-        listing.fault(shown(target), f"no prompt {shown(base)}.txt beside it")
+_PROMPT, _SECOND = 0, -1
+"""Texts of a sample are kept by number: its prompt, a second one, and further captions from 1."""
+
+
+def _texts(targets: dict[str, Path], folder: Path, listing: Listing) -> dict[str, dict[int, Path]]:
+    """The files with what is said of each target."""
+    texts: dict[str, dict[int, Path]] = {}
+    for file in (file for file in _files(folder) if file.suffix.lower() == ".txt"):
+        base, number = file.stem, _PROMPT
+        if base not in targets:  # an image may be called like a caption; then this is its prompt
+            caption = further_caption(file.stem)
+            second = file.stem.removesuffix(PROMPT_2)
+            if caption and caption[0] in targets:
+                base, number = caption
+            elif second != file.stem and second in targets:
+                base, number = second, _SECOND
+        if base not in targets:
+            listing.fault(shown(file), "a prompt without an image")
+        else:
+            texts.setdefault(base, {})[number] = file
+    return texts
+
+
+def _wording(target: Path, texts: dict[int, Path], listing: Listing) -> Wording | None:
+    """What is said of a target; nothing, and a fault, if that can't be told."""
+    if _PROMPT not in texts:
+        listing.fault(shown(target), f"no prompt {shown(target.stem)}.txt beside it")
         return None
-    file = prompts[base]
+    last = max(texts)
+    missing = sorted(set(range(last + 1)) - set(texts))
+    if missing:
+        listing.fault(shown(texts[last]), f"caption {missing[0]} is missing ({target.stem}_caption_{missing[0]}.txt)")
+        return None
+    read = {number: _read(file, listing) for number, file in texts.items()}
+    if any(text is None for text in read.values()):
+        return None
+    known = {number: text for number, text in read.items() if text is not None}
+    captions = [known[number] for number in range(1, last + 1)]
+    return worded([known[_PROMPT], *captions], known.get(_SECOND), shown(target), listing)
+
+
+def _read(file: Path, listing: Listing) -> str | None:
     try:
         prompt = file.read_text(encoding="utf-8-sig").strip()
     except UnicodeDecodeError as error:

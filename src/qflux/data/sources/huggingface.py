@@ -14,6 +14,7 @@ from typing import Any
 from qflux.config import HubSource
 from qflux.data.images.decode import ByteStream, ImageFile, ImageRef, shown
 from qflux.data.sources.listing import ListedSample, Listing, note_controls, require_columns, told_apart
+from qflux.data.sources.wording import read_wording
 from qflux.errors import DataError
 from qflux.files.hashing import key_of
 
@@ -67,12 +68,20 @@ def read_hub(settings: HubSource) -> Listing:
 
 
 def _require_text(data: Any, settings: HubSource) -> None:
-    kind = data.features[settings.columns.prompt]
-    if getattr(kind, "dtype", None) not in ("string", "large_string", "string_view"):
-        raise DataError(
-            f"{settings.path}: the column {settings.columns.prompt!r} holds {kind}, not text",
-            "set columns.prompt of the source to a column with one text per row.",
-        )
+    for column in _text_columns(settings, data.column_names):
+        kind = data.features[column]
+        kind = getattr(kind, "feature", kind)  # of a list
+        if getattr(kind, "dtype", None) not in ("string", "large_string", "string_view"):
+            raise DataError(
+                f"{settings.path}: the column {column!r} holds {kind}, not text",
+                "set columns.prompt of the source to a column with texts.",
+            )
+
+
+def _text_columns(settings: HubSource, present: Sequence[str]) -> list[str]:
+    columns = settings.columns
+    wanted = [columns.prompt, *(columns.captions or ()), *([columns.prompt_2] if columns.prompt_2 else [])]
+    return [column for column in wanted if column in present]
 
 
 def _open(settings: HubSource) -> Any:
@@ -116,14 +125,14 @@ class _RowReader:
         columns = settings.columns
         wanted = (columns.target, *columns.controls, columns.mask)
         self._present = [name for name in wanted if name in table.column_names]
-        self._prompts = table.select_columns([columns.prompt])
+        self._texts = table.select_columns(_text_columns(settings, table.column_names))
 
     def read(self, start: int, stop: int, listing: Listing) -> list[ListedSample]:
         columns = self._settings.columns
-        prompts = self._prompts[start:stop].column(columns.prompt).to_pylist()
+        texts = self._texts[start:stop].to_pylist()
         shapes = {name: self._cells(name, start, stop) for name in self._present}
         samples = []
-        for offset, prompt in enumerate(prompts):
+        for offset, text in enumerate(texts):
             row = start + offset
             name = f"{self._settings.path.name}[{self._settings.split}][{row}]"
             target = shapes[columns.target][offset]
@@ -132,15 +141,13 @@ class _RowReader:
             if len(target) != 1 or len(mask) > 1:
                 problem = f"{len(target)} target images, {len(mask)} masks; one target and at most one mask are right"
                 listing.fault(name, problem)
-            elif not isinstance(prompt, str) or not prompt.strip():
-                listing.fault(name, f"{columns.prompt} is empty")
             elif any(cell is None for cell in controls):
                 listing.fault(name, f"{', '.join(columns.controls)} has a gap: an image is missing")
-            else:
+            elif wording := read_wording(text, columns, name, listing):
                 images = tuple(cell for cell in controls if cell is not None)
                 called = _file_name(target[0]) or name
-                found = ListedSample(called, target[0], prompt.strip(), images, mask[0] if mask else None, place=name)
-                samples.append(found)
+                found = ListedSample(called, target[0], wording.prompt, images, mask[0] if mask else None, place=name)
+                samples.append(wording.put_into(found))
         return samples
 
     def _cells(self, column: str, start: int, stop: int) -> list[tuple[Any, ...]]:

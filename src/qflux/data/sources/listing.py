@@ -31,6 +31,10 @@ class ListedSample:
     """A class image, for prior preservation."""
     place: str = ""
     """The row of a table that it is from."""
+    prompt_2: str | None = None
+    """What a second text encoder reads instead of the prompt."""
+    further_captions: tuple[str, ...] = ()
+    """Other wordings of the prompt."""
 
     @property
     def images(self) -> tuple[ImageRef, ...]:
@@ -83,7 +87,7 @@ def require_columns(name: str, present: Sequence[str], columns: Section, needed:
             if column in present:
                 continue
             near = difflib.get_close_matches(column, present, n=1, cutoff=0.85)
-            suspect = near and near[0] not in taken
+            suspect = near and near[0] not in taken and not column.startswith(near[0])  # prompt is not prompt_2
             if role in needed or role in columns.model_fields_set or suspect:
                 hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(present)}."
                 raise DataError(

@@ -1,11 +1,11 @@
-"""How the files and columns of one sample are named after it: `cat`, `cat_control_1`, `cat_mask`."""
+"""How the files and columns of one sample are named after it: `cat`, `cat_control_1`, `cat_mask`, `cat_caption_1`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Container
 
-CONTROL, MASK = "_control", "_mask"
+CONTROL, MASK, CAPTION, PROMPT_2 = "_control", "_mask", "_caption", "_prompt_2"
 
 
 def numbered(name: str, base: str) -> int | None:
@@ -16,7 +16,16 @@ def numbered(name: str, base: str) -> int | None:
 
 def further_control(stem: str) -> tuple[str, int] | None:
     """The sample and the number of a further control, `<base>_control_k`, if a name is one."""
-    found = re.fullmatch(rf"(.+){CONTROL}_([1-9]\d{{0,8}})", stem, re.DOTALL)
+    return _numbered_of(stem, CONTROL)
+
+
+def further_caption(stem: str) -> tuple[str, int] | None:
+    """The sample and the number of another wording of its prompt, `<base>_caption_k`, if a name is one."""
+    return _numbered_of(stem, CAPTION)
+
+
+def _numbered_of(stem: str, kind: str) -> tuple[str, int] | None:
+    found = re.fullmatch(rf"(.+){kind}_([1-9]\d{{0,8}})", stem, re.DOTALL)
     return (found[1], int(found[2])) if found else None
 
 

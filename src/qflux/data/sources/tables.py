@@ -21,6 +21,7 @@ from qflux.data.sources.listing import (
     told_apart,
 )
 from qflux.data.sources.naming import numbered
+from qflux.data.sources.wording import read_wording
 from qflux.errors import DataError
 
 Row = tuple[int, Mapping[str, object]]
@@ -75,15 +76,6 @@ def read_table(settings: CsvSource | JsonlSource) -> Listing:
     listing.samples = told_apart(listing.samples)
     note_controls(listing)
     return listing
-
-
-def is_text(value: str) -> bool:
-    """It can be written as UTF-8; JSON can say things that can't."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _place(path: Path, line: int) -> str:
@@ -168,19 +160,15 @@ def _sample(
 ) -> ListedSample | None:
     """One row as a sample; an absent value is an empty string, a missing field or null."""
     fields = {key: value for key, value in values.items() if value not in (None, "", [])}
-    for key in (columns.target, columns.prompt, columns.mask):
+    for key in (columns.target, columns.mask):
         if not isinstance(fields.get(key, ""), str):
             listing.fault(place, f"{key} is {fields[key]!r}, not text")
             return None
     if columns.target not in fields:
         listing.fault(place, f"{columns.target} is empty")
         return None
-    prompt = str(fields.get(columns.prompt, "")).strip()
-    if not is_text(prompt):
-        listing.fault(place, f"{columns.prompt} holds half a character (a lone surrogate)")
-        return None
-    if not prompt:
-        listing.fault(place, f"{columns.prompt} is empty")
+    wording = read_wording(fields, columns, place, listing)
+    if wording is None:
         return None
     try:
         controls = tuple(ImageFile(root / path) for path in _controls(fields, columns))
@@ -190,7 +178,7 @@ def _sample(
     target = root / str(fields[columns.target])
     mask = ImageFile(root / str(fields[columns.mask])) if columns.mask in fields else None
     name = shown(os.path.relpath(target, root))
-    return ListedSample(name, ImageFile(target), prompt, controls, mask, place=place)
+    return wording.put_into(ListedSample(name, ImageFile(target), wording.prompt, controls, mask, place=place))
 
 
 def _controls(fields: Mapping[str, object], columns: TableColumns) -> Iterator[str]:

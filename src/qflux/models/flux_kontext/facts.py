@@ -53,6 +53,7 @@ FACTS = {
         text_channels=4096,
         image_channels=64,
         max_sequence_length=512,
+        has_second_prompt=True,
         num_inference_steps=28,
         true_cfg_scale=1.0,
         lora_targets=("to_q", "to_k", "to_v", "to_out.0"),

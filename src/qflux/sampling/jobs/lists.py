@@ -19,7 +19,8 @@ from qflux.config.sampling import PredictSettings
 from qflux.data.images.decode import SUFFIXES
 from qflux.data.images.sizes import AskedSize, asked_size
 from qflux.data.sources.naming import further_control, masked_base
-from qflux.data.sources.tables import is_text, read_rows
+from qflux.data.sources.tables import read_rows
+from qflux.data.sources.wording import is_text
 from qflux.errors import DataError
 
 COLUMNS = ("image", "images", "prompt", "name", "prompt_2", "negative_prompt", "seed", "size", "height", "width")
