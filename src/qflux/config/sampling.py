@@ -59,6 +59,12 @@ class ValidationSettings(Section):
         description="images and prompts of your own to draw as well; no held-out data is needed",
         json_schema_extra=FREE,
     )
+    perceptual: dict[str, str] = Field(
+        default={},
+        description="networks that compare edits with wanted images, by a name of your own: {dino: "
+        "facebook/dinov2-base}; a folder or a hub id; also for predict --compare",
+        json_schema_extra=FREE,
+    )
     num_inference_steps: int | None = Field(
         default=None, ge=1, description="default: as for predict", json_schema_extra=FREE
     )

@@ -47,10 +47,13 @@ class EditMeasures:
     vae_blur: float | None = None
     """What the VAE alone does to the wanted image, in the same measure."""
     done: float | None = None
+    perceptual: dict[str, float] | None = None
+    """How alike networks find it and the wanted image (or the control), where somebody has such networks."""
 
     def line(self) -> dict[str, Any]:
         """What is known of it, for a file."""
         found = {name: value for name, value in asdict(self).items() if value is not None}
+        found |= found.pop("perceptual", {})
         return {name: np.round(value, 4).tolist() for name, value in found.items()}
 
 
@@ -62,6 +65,15 @@ def means(measured: list[EditMeasures]) -> dict[str, float | None]:
     """Of each measure over the edits that have it."""
     known = {name: [getattr(each, name) for each in measured if getattr(each, name) is not None] for name in MEANS}
     return {name: fmean(values) if values else None for name, values in known.items()}
+
+
+def perceptual_means(measured: list[EditMeasures]) -> dict[str, float]:
+    """The same of what networks say, by their names."""
+    found: dict[str, list[float]] = {}
+    for each in measured:
+        for name, value in (each.perceptual or {}).items():
+            found.setdefault(name, []).append(value)
+    return {name: fmean(values) for name, values in found.items()}
 
 
 def measure(

@@ -18,7 +18,7 @@ from qflux.data.dataset import Dataset
 from qflux.data.lint.alignment import Drift
 from qflux.files.atomic import write_bytes, write_json
 from qflux.files.jsonl import append_line
-from qflux.measures.edit import EditMeasures, means
+from qflux.measures.edit import EditMeasures, means, perceptual_means
 from qflux.models.registry import facts_of
 from qflux.pictures.drawing import GridRow, edit_grid, write_png
 from qflux.runs.environment import environment
@@ -113,6 +113,7 @@ class Journal:
             drift=fmean(certain) if certain else None,
             edits=[{"name": edit.name, **line} for edit in edits if (line := edit.measures.line())],
             **means([edit.measures for edit in edits]),
+            perceptual=perceptual_means([edit.measures for edit in edits]),
         )
         self._validation.append(report.line())
         picture = self._draw(steps_done, edits) if edits else None

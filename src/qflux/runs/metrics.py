@@ -80,13 +80,16 @@ class ValidationReport:
     cast: float | None = None
     blur: float | None = None
     done: float | None = None
+    perceptual: dict[str, float] | None = None
+    """What networks found, by their names."""
 
     def line(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if value not in (None, [])}
+        return {key: value for key, value in asdict(self).items() if value not in (None, [], {})}
 
     def numbers(self) -> dict[str, float]:
         """What trackers draw."""
-        return {f"validation/{key}": value for key, value in self.line().items() if isinstance(value, float)}
+        values = self.line() | (self.perceptual or {})
+        return {f"validation/{key}": value for key, value in values.items() if isinstance(value, float)}
 
 
 Listener = Callable[[StepReport], None]

@@ -25,7 +25,7 @@ from qflux.models.family import Family, text_limit
 from qflux.models.loading import transformer_identity
 from qflux.models.pretrained import Pretrained
 from qflux.ragged.shapes import ImageShape
-from qflux.sampling.prepare import Edit, Preparer
+from qflux.sampling.prepare import Edit, Preparer, finished
 from qflux.sampling.sampler import OnStep, Prepared, Sampler
 from qflux.version import VERSION
 
@@ -85,7 +85,8 @@ class Predictor:
         latents = self._denoised(prepared, steps, guidance, on_step)
         with torch.no_grad():
             pixels = [self._encoder.decode_image(t, item.target) for t, item in zip(latents, prepared, strict=True)]
-        return [_finished(to_image(image), item) for image, item in zip(pixels, prepared, strict=True)]
+        drawn = zip(pixels, prepared, strict=True)
+        return [finished(to_image(image), item.exact, item.kept) for image, item in drawn]
 
     def latents(
         self,
@@ -169,13 +170,6 @@ class Predictor:
         if text not in self._warned:
             self._warned.add(text)
             logger.warning("%s", text)
-
-
-def _finished(image: Image.Image, edit: Prepared) -> Image.Image:
-    """The image at the size that was asked for."""
-    if edit.kept is not None:
-        image = image.crop(edit.kept)
-    return image if edit.exact is None else image.resize(edit.exact, Image.Resampling.LANCZOS)
 
 
 def load_predictor(pretrained: Pretrained, config: Config, adapters: Sequence[Weighted] = ()) -> Predictor:

@@ -13,8 +13,8 @@ from PIL import Image
 from qflux.config import ProcessorSettings
 from qflux.data.encoded import Prompt
 from qflux.data.images.decode import to_rgb, to_rgba
-from qflux.data.images.pixels import to_pixels
-from qflux.data.images.sizes import AskedSize, ImageProcessor, Size, Transform, possible_size
+from qflux.data.images.pixels import to_image, to_pixels
+from qflux.data.images.sizes import AskedSize, Box, ImageProcessor, Size, Transform, possible_size
 from qflux.errors import DataError
 from qflux.models.family import Encoder, Family
 from qflux.ragged.shapes import ImageShape, Shapes, image_tokens, token_shape
@@ -142,8 +142,26 @@ class Preparer:
             text=text,
             negative=negative[0] if negative else None,
             exact=images[0].size if edit.size == "input" else None,
-            kept=transforms[self._family.result_like].kept if transforms and edit.size is None else None,
+            kept=self._kept(transforms, edit.size),
         )
+
+    @torch.no_grad()
+    def returned(self, edit: Edit, image: Image.Image) -> tuple[Image.Image, Image.Image]:
+        """A picture of what an edit is of, at the size of its result and cut alike: as it is, and after the VAE.
+
+        What the VAE does to a picture is not the edit's doing.
+        """
+        size, transforms = self.transforms([control.size for control in edit.controls], edit.size)
+        own = transforms[0] if transforms and transforms[0].size == size else Transform(size, "crop")
+        plain = own.aligned(*image.size)(to_rgb(image))
+        pixels = to_pixels(to_rgba(plain) if self._family.has_alpha else plain)
+        decoded = self._encoder.decode_image(self._encoder.encode_images([pixels])[0], self._grid(size))
+        exact = edit.controls[0].size if edit.size == "input" else None
+        kept = self._kept(transforms, edit.size)
+        return finished(plain, exact, kept), finished(to_rgb(to_image(decoded)), exact, kept)
+
+    def _kept(self, transforms: Sequence[Transform], asked: AskedSize) -> Box | None:
+        return transforms[self._family.result_like].kept if transforms and asked is None else None
 
     def _grid(self, size: Size) -> ImageShape:
         return token_shape(*size, self._family.pixels_per_token)
@@ -156,3 +174,9 @@ class Preparer:
         if text not in self._warned:
             self._warned.add(text)
             logger.warning("%s", text)
+
+
+def finished(image: Image.Image, exact: tuple[int, int] | None, kept: Box | None) -> Image.Image:
+    """A result at the size that was asked for."""
+    image = image if kept is None else image.crop(kept)
+    return image if exact is None else image.resize(exact, Image.Resampling.LANCZOS)

@@ -125,6 +125,7 @@ def _data(plan: Plan) -> list[str]:
         "  processor:",
         "    # Each image takes the nearest of these areas, at its own aspect ratio.",
         f"    multi_resolutions: [{areas}]",
+        "    enlarge: false # an image that is smaller keeps its own pixels",
         "",
     ]
 

@@ -33,6 +33,7 @@ from qflux.models.pretrained import Pretrained
 from qflux.ragged.shapes import ImageShape
 from qflux.ragged.transfer import upload
 from qflux.runs.journal import DrawnEdit
+from qflux.sampling.likeness import Likeness
 from qflux.sampling.prepare import Edit, Preparer
 from qflux.sampling.sampler import Prepared, Sampler
 from qflux.training.batches import SampleReader
@@ -102,6 +103,7 @@ class DrawnEdits:
         self._dtype = dtype_of(config.model.dtype)
         self._samples = _varied(samples, config.validation.images)
         self._through_vae: dict[str, tuple[Image.Image, Image.Image | None]] = {}
+        self._likeness = Likeness(config.validation.perceptual)
 
     def __call__(self, model: TrainedModel, steps: int | None = None, count: int | None = None) -> list[DrawnEdit]:
         """Draw them all (or `count`), as one batch; by default with the configured number of steps."""
@@ -151,6 +153,7 @@ class DrawnEdits:
         given = [self._given(sample, number, *item) for number, item in enumerate(latents_given)]
         shown = None if mask is None else _mask_picture(mask, output.size)
         measures = measure(output, control, wanted, mask, original=given[0])
+        measures = self._likeness.added(measures, output, control, wanted)
         return DrawnEdit(sample.name, sample.prompt, output, given[0], tuple(given[1:]), shown, drift, measures)
 
     def _references(self, encoded: EncodedSample) -> tuple[Image.Image, Image.Image | None]:

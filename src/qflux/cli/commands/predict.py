@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
 from qflux.cli.options import ConfigFile, ConfigOption, Loras, LoraScales, Overrides, one_config, takes, weighted
-from qflux.cli.terminal import expanded, progress_bar, say, trainer_of
+from qflux.cli.terminal import console, expanded, progress_bar, say, trainer_of
 from qflux.errors import DataError
 
 if TYPE_CHECKING:
     from qflux.adapters.attach import Weighted
     from qflux.commands import Trainer
+    from qflux.sampling.jobs.comparison import Comparison
     from qflux.sampling.jobs.lists import JobList
 
 
@@ -48,6 +50,13 @@ class PredictOptions:
     size: Annotated[
         str | None, typer.Option(help="HEIGHTxWIDTH of the results, or input: as large as the image to edit.")
     ] = None
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help="With --jobs: make the edits without the LoRA too, and measure what both did besides the edit.",
+        ),
+    ] = False
     set_: Overrides = None
 
     def overrides(self) -> list[str]:
@@ -70,6 +79,8 @@ class PredictOptions:
 
     def require_one_way(self) -> None:
         """An error for options that are for one edit where there are many, or none."""
+        if self.compare and self.prompt is not None and self.jobs is None:
+            raise DataError("--compare needs a list of edits", "give --jobs, with what is wanted or masks beside them.")
         if self.prompt is not None and self.jobs is None:
             return
         given = [name for name, value in {"--image": self.image, "--prompt-2": self.prompt_2}.items() if value]
@@ -96,12 +107,12 @@ def predict(options: PredictOptions) -> None:
     loras = weighted(options.lora or named.lora, options.lora_scale)
     if options.jobs is not None:
         listed = read_jobs(expanded(options.jobs), options.prompt)
-        _predict_many(trainer, listed, options.output or Path("predictions"), options.negative_prompt, loras)
+        _predict_many(trainer, listed, options.output or Path("predictions"), options, loras)
     elif options.prompt is not None:
         _predict_one(trainer, options, loras)
     elif named.prompts:
         output = options.output or named.output or Path("predictions")
-        _predict_many(trainer, jobs_of(named), output, options.negative_prompt, loras)
+        _predict_many(trainer, jobs_of(named), output, options, loras)
     else:
         raise DataError("there is no --prompt", "say what to do, give --jobs, or set predict.prompts.")
 
@@ -126,8 +137,9 @@ def _predict_one(trainer: Trainer, options: PredictOptions, loras: list[Weighted
 
 
 def _predict_many(
-    trainer: Trainer, listed: JobList, output: Path, negative_prompt: str | None, loras: list[Weighted]
+    trainer: Trainer, listed: JobList, output: Path, options: PredictOptions, loras: list[Weighted]
 ) -> None:
+    from qflux.sampling.jobs.comparison import predict_and_compare  # noqa: PLC0415
     from qflux.sampling.jobs.run import predict_many  # noqa: PLC0415
 
     output = expanded(output)
@@ -140,9 +152,28 @@ def _predict_many(
         def progress(done: int, total: int, note: str) -> None:
             bar.update(task, completed=done, total=total, note=note)
 
-        report = predict_many(trainer.config, predictor, loras, listed.jobs, output, negative_prompt, progress)
+        given = (trainer.config, predictor, loras, listed.jobs, output, options.negative_prompt, progress)
+        report, compared = predict_and_compare(*given) if options.compare else (predict_many(*given), None)
     kept = f", {len(report.kept)} were there already" if report.kept else ""
     say(f"{len(report.made)} images made{kept}: {output}")
     if report.sheet:
         say(str(report.sheet))
+    if compared is not None:
+        _show(compared)
     report.require_all(listed, output)
+
+
+def _show(compared: Comparison) -> None:
+    """The means, and the edits that changed most of what they should have left alone."""
+    has_base = any(edit.before for edit in compared.edits)
+    table = Table(f"mean of {len(compared.edits)} edits", *(["without the LoRA"] if has_base else []), "with it")
+    for name, values in compared.means().items():
+        shown = values if has_base else values[1:]
+        table.add_row(name, *("" if value is None else f"{value:.3f}" for value in shown))
+    if table.row_count:
+        console.print(table)
+    else:
+        say("nothing could be measured: give masks, or what is wanted, beside the images")
+    for edit in [edit for edit in compared.edits if edit.change > 0][:3]:
+        say(f"{edit.name}: colours outside of the edit changed by {edit.change:.1f} (CIEDE2000)")
+    say(str(compared.file))

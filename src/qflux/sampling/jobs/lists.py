@@ -3,14 +3,17 @@
 folder   `<name>.png` with `<name>.txt`, further images `<name>_control_1.png` …
 table    columns (or JSON keys) `image`, `image_1` …, `prompt`, and if wanted `name`, `prompt_2`, `negative_prompt`,
          `seed`, `height` and `width`, or `size` (HEIGHTxWIDTH or input); JSON may have a list `images` instead.
+         For --compare, `wanted` (what the result should be) and `mask` (where it may differ).
          Paths are relative to the file.
+
+In a folder they are `<name>_wanted.png` and `<name>_mask.png`.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +27,15 @@ from qflux.data.sources.wording import is_text
 from qflux.errors import DataError
 
 COLUMNS = ("image", "images", "prompt", "name", "prompt_2", "negative_prompt", "seed", "size", "height", "width")
+COMPARED = ("wanted", "mask")
+"""Columns with images that results are compared with."""
 
 
 SHEET = "contact_sheet"
 """The name of the picture that shows them all; no job may have it."""
 MOST_NAME = 200
 """Bytes of a name; file systems take 255, and it gets a suffix while it is written."""
-_KNOWN = f"known: {', '.join(COLUMNS)}, image_1, …"
+_KNOWN = f"known: {', '.join((*COLUMNS, *COMPARED))}, image_1, …"
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,10 @@ class Job:
     negative_prompt: str | None = None
     seed: int | None = None
     size: AskedSize = None
+    wanted: Path | None = None
+    """What the result should be; it is compared with that if asked for."""
+    mask: Path | None = None
+    """Where the result may differ from the image to edit."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +152,7 @@ def _job(row: Mapping[str, Any], root: Path, default: str | None) -> Job:
         negative_prompt=_text(row, "negative_prompt", empty=True),
         seed=_whole(row, "seed"),
         size=_size(row),
+        **{key: _existing(root, path) for key in COMPARED if (path := _text(row, key))},
     )
 
 
@@ -218,7 +228,7 @@ def _folder(folder: Path) -> Iterator[Row]:
             if before not in images:
                 yield image.name, DataError(f"it is a further image of {before}, which is not there")
             continue
-        if masked_base(stem, images):
+        if masked_base(stem, images) or _wanted_of(stem, images):
             continue
         if len(files) > 1:
             yield image.name, DataError(f"{' and '.join(file.name for file in files)} would both be {stem}.png")
@@ -228,6 +238,9 @@ def _folder(folder: Path) -> Iterator[Row]:
         while f"{stem}_control_{number}" in images:
             row[f"image_{number}"] = images[f"{stem}_control_{number}"][0].name
             number += 1
+        for key in COMPARED:
+            if f"{stem}_{key}" in images:
+                row[key] = images[f"{stem}_{key}"][0].name
         text = image.with_suffix(".txt")
         try:
             if text.is_file():
@@ -236,6 +249,12 @@ def _folder(folder: Path) -> Iterator[Row]:
             yield image.name, DataError(f"{text.name} is not UTF-8")
             continue
         yield image.name, row
+
+
+def _wanted_of(stem: str, stems: Container[str]) -> bool:
+    """It is what another image of the folder should become."""
+    base = stem.removesuffix("_wanted")
+    return base != stem and base in stems
 
 
 def _table(path: Path) -> Iterator[Row]:
@@ -256,7 +275,8 @@ def _table(path: Path) -> Iterator[Row]:
 
 
 def _unknown(columns: Iterable[str]) -> str | None:
-    return next((str(c) for c in columns if c not in COLUMNS and _number(str(c)) is None), None)
+    known = (*COLUMNS, *COMPARED)
+    return next((str(c) for c in columns if c not in known and _number(str(c)) is None), None)
 
 
 def _number(column: str) -> int | None:
