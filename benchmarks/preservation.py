@@ -1,6 +1,6 @@
 """Does `loss.preserve` leave alone what should be left alone? A local edit on the demo's base model, on a CPU.
 
-    python benchmarks/preservation.py [--steps 240] [--picture docs/images/preservation.png]
+    python benchmarks/preservation.py [--steps 240] [--ways none …] [--picture docs/images/preservation.png]
 
 One shape of a scene is to glow as it would at night; a mask says where it is. The targets are what people have: made by
 something that also warmed up everything else (red and green by 6 %, blue down by 10 %). A LoRA learns that too, unless
@@ -32,6 +32,7 @@ from qflux.runs.folder import RunFolder
 WARMER = torch.tensor([1.06, 1.06, 0.9])[:, None, None]
 WAYS = {
     "none": (),
+    "control, weight 0.1": ("loss.preserve.weight=0.1",),
     "control, weight 0.3": ("loss.preserve.weight=0.3",),
     "base, weight 0.3": ("loss.preserve={weight: 0.3, toward: base}",),
 }
@@ -78,14 +79,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--folder", type=Path, help="where runs go; default: a temporary folder")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     arguments = parser.parse_args()
     root = arguments.folder or Path(tempfile.mkdtemp())
     write_set(root / "data", 132, seed=5)
     print("| preserve | colours outside (CIEDE2000) | SSIM outside | cast | edit done | held-out loss |")
     print("|---" * 6 + "|", flush=True)
     runs: dict[str, RunFolder] = {}
-    for name, overrides in WAYS.items():
-        trainer = Trainer(config(root, name, arguments.steps, overrides))
+    for name in arguments.ways:
+        trainer = Trainer(config(root, name, arguments.steps, WAYS[name]))
         trainer.cache()
         trainer.fit()
         runs[name] = RunFolder(trainer.config.run_dir)
@@ -99,7 +101,7 @@ def main() -> None:
 def sheet(runs: dict[str, RunFolder], count: int = 4) -> Image.Image:
     """The same held-out edits of all runs."""
     rows = []
-    for number, history in enumerate(runs["none"].edits[:count]):
+    for number, history in enumerate(next(iter(runs.values())).edits[:count]):
         assert history.wanted is not None
         images: dict[str, Image.Image] = {
             "control": Image.open(history.controls[0]),
