@@ -219,6 +219,7 @@ def test_ranks_follow_patterns_and_reach_the_file(config, tmp_path):
         (["lora.patterns=[{match: '(', rank: 4}]"], "no regular expression"),
         (["lora.patterns=[{match: proj_out}]", "lora.type=loha"], "for lora and dora"),
         (["lora.patterns=[{match: proj_out}]", "train.method=full"], "for lora and dora"),
+        (["lora.init_from=somewhere", "train.method=full"], "init_from has no effect"),
         (["lora.patterns=[{match: nothing_like_it, rank: 4}]"], "no layer of .* matches 'nothing_like_it'"),
         (["lora.patterns=[{match: '.', rank: 0}]"], "leave no layer to train"),
     ],

@@ -76,6 +76,8 @@ class Config(Section):
             )
         if self.lora.plus_ratio != 1 and (self.train.method == "full" or self.lora.type in ("lokr", "loha")):
             raise ValueError("lora.plus_ratio is for lora and dora: nothing else has up and down projections")
+        if self.lora.init_from is not None and self.train.method == "full":
+            raise ValueError("lora.init_from has no effect with train.method: full, which trains no LoRA")
         if self.lora.patterns and (self.train.method == "full" or self.lora.type in ("lokr", "loha")):
             raise ValueError("lora.patterns are for lora and dora")
         if (self.loss.preserve.blank or self.loss.preserve.toward == "base") and self.train.method == "full":
