@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -17,6 +18,9 @@ from qflux.config import Config, load_config
 from qflux.demo.data import write_data_set
 from qflux.models import get_family
 from qflux.models.loading import save_checkpoint
+
+# In the background of a shell Ctrl-C is ignored, and so it would be by what tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

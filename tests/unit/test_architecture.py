@@ -48,6 +48,7 @@ ROOMS = [
     "start",
     "training",
     "commands",
+    "studio",
     "demo",
     "cli",
     "main",

@@ -24,6 +24,7 @@ from qflux.cli.commands.inspect import inspect
 from qflux.cli.commands.predict import predict
 from qflux.cli.commands.report import report
 from qflux.cli.commands.schema import schema
+from qflux.cli.commands.studio import studio
 from qflux.cli.commands.train import train
 from qflux.cli.terminal import QUIET, complain, errors, say
 from qflux.errors import ConfigError, Interrupted, QfluxError, redacted
@@ -65,7 +66,7 @@ def options(
             logging.getLogger(name).setLevel(logging.INFO)
 
 
-for command in (train, demo, init, check, inspect, fit, predict, export, report, doctor, schema, import_config):
+for command in (train, studio, demo, init, check, inspect, fit, predict, export, report, doctor, schema, import_config):
     app.command()(command)
 app.add_typer(cache_app, name="cache")
 

@@ -142,6 +142,12 @@ class Source(Section):
         json_schema_extra=FREE,
     )
 
+    corrections: Folder | None = Field(
+        default=None,
+        description="a folder of what was changed about it in `qflux studio`: prompts, masks, samples left out",
+        json_schema_extra=FREE,
+    )
+
     @model_validator(mode="after")
     def _not_too_often(self) -> Source:
         if self.rate > 10_000:
@@ -253,6 +259,12 @@ class CacheSource(Source):
         description="[height, width] in pixels, for 1.0 files that do not say theirs",
         json_schema_extra=FREE,
     )
+
+    @model_validator(mode="after")
+    def _nothing_to_correct(self) -> CacheSource:
+        if self.corrections is not None:
+            raise ValueError("corrections are of prompts and masks, and a cache has embeddings of them only")
+        return self
 
 
 SOURCES: dict[str, type[Source]] = {

@@ -49,7 +49,7 @@ FLOAT = re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789"))
 
 
-def _parse(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
     """The values of a YAML text; anything wrong with it is a `ValueError`."""
     if len(text) > _MOST_BYTES:
         raise ValueError(f"it has {len(text):,} characters; a config has a few thousand")
@@ -109,7 +109,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > 4 * _MOST_BYTES:
             raise ValueError(f"it has {path.stat().st_size:,} bytes; a config has a few thousand")
-        values = _parse(path.read_text(encoding="utf-8"))
+        values = parse_yaml(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
@@ -173,7 +173,7 @@ def _override(values: dict[str, Any], override: str) -> None:
         node = child
     node.pop(_ALSO.get(".".join(keys), ""), None)  # what is said last holds
     try:
-        node[keys[-1]] = _parse(text)
+        node[keys[-1]] = parse_yaml(text)
     except ValueError as error:
         raise ConfigError(f"--set {cut(override)}: the value is not valid YAML: {error}") from None
 

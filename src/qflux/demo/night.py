@@ -12,7 +12,11 @@ from qflux.data.images.pixels import to_image
 from qflux.data.sources.folder import CONTROLS, TARGETS
 from qflux.demo.instructions import SIZES, SMALL_SIZES, TO_LIT_NIGHT, TO_NIGHT
 from qflux.demo.scenes import COLOURS, dimmed, draw_scene, render, render_night, swatch
+from qflux.files.atomic import new_folder
 from qflux.pictures.drawing import write_png
+
+SAMPLES = 152
+"""Pairs of the demo."""
 
 
 def write_night_set(root: Path, count: int, seed: int) -> None:
@@ -33,6 +37,13 @@ def write_night_set(root: Path, count: int, seed: int) -> None:
         _write(root / CONTROLS / f"{name}.png", render([scene]))
         _write(root / TARGETS / f"{name}.png", render_night([scene], lights))
         (root / TARGETS / f"{name}.txt").write_text(f"{prompt}\n", encoding="utf-8")
+
+
+def ensure_night_set(root: Path) -> None:
+    """The demo's pairs in a folder, unless it is there already."""
+    if not root.exists():
+        with new_folder(root) as folder:
+            write_night_set(folder, SAMPLES, seed=0)
 
 
 def _write(path: Path, pictures: Tensor) -> None:

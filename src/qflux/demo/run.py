@@ -25,7 +25,7 @@ from qflux.data.images.decode import load_rgb, to_rgb
 from qflux.data.lint.pictures import sample_tokens
 from qflux.data.sample import Sample
 from qflux.demo.data import write_data_set
-from qflux.demo.night import write_night_set
+from qflux.demo.night import SAMPLES, write_night_set
 from qflux.errors import ConfigError
 from qflux.files.atomic import new_folder
 from qflux.models.loading import save_checkpoint
@@ -36,7 +36,6 @@ from qflux.runs.metrics import StepReport
 from qflux.sampling.predictor import Edit, Predictor
 from qflux.training.loop import FitResult
 
-SAMPLES = 152
 SHOWN = 4
 SMALL = shipped()
 SETTINGS: dict[str, Any] = {

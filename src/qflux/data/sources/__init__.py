@@ -1,7 +1,8 @@
 """From the configured sources to samples. Nothing is opened here but tables and prompts.
 
 1. each source is listed: `folder`, `tables` (CSV, JSONL) or `huggingface`
-2. its samples learn how often they train, and whether they are class images
+2. what somebody has corrected about it is applied
+3. its samples learn how often they train, and whether they are class images
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from qflux.config import Source
+from qflux.data.sources.corrections import correct
 from qflux.data.sources.folder import read_folder
 from qflux.data.sources.huggingface import read_hub
 from qflux.data.sources.listing import Listing
@@ -28,6 +30,8 @@ READERS: dict[str, Callable[[Any], Listing]] = {
 def read_source(source: Source, is_prior: bool = False) -> Listing:
     """A source's samples, with the rate and the role that the config gives them."""
     listing = READERS[source.type](source)
+    if source.corrections is not None:
+        listing = correct(listing, source.corrections)
     listing.samples = [
         replace(sample, source=listing.source, rate=source.rate, is_prior=is_prior) for sample in listing.samples
     ]

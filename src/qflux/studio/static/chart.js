@@ -1,0 +1,58 @@
+// Curves over steps as SVG.
+import { h } from "./dom.js";
+
+export const COLOURS = ["#ea580c", "#2563eb", "#059669", "#9333ea", "#b45309", "#0891b2"];
+const SVG = "http://www.w3.org/2000/svg";
+const [WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM] = [560, 220, 58, 12, 10, 26];
+
+function draw(tag, attributes, text) {
+  const element = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  if (text !== undefined) element.textContent = text;
+  return element;
+}
+
+export function label(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (size >= 10000) return Math.round(value).toLocaleString("en");
+  if (size >= 100) return value.toFixed(0);
+  if (size >= 1) return value.toFixed(2);
+  return size === 0 ? "0" : value.toPrecision(3);
+}
+
+function ticks(low, high, count) {
+  const raw = (high - low || 1) / count, power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw);
+  const found = [];
+  for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-9; at += step) found.push(at);
+  return found;
+}
+
+export function chart(title, lines, { whole = false } = {}) {
+  const shown = lines.filter((line) => line.points.length);
+  if (!shown.length) return null;
+  const all = shown.flatMap((line) => line.points);
+  const xs = all.map((point) => point[0]), ys = all.map((point) => point[1]).sort((a, b) => a - b);
+  const left = Math.min(...xs), right = Math.max(...xs);
+  // The first steps of a run would flatten everything behind them.
+  let low = ys[0], high = whole ? ys[ys.length - 1] : ys[Math.floor((ys.length - 1) * 0.985)];
+  if (high - low < 1e-12) { low -= Math.abs(low) * 0.1 || 0.5; high += Math.abs(high) * 0.1 || 0.5; }
+  const x = (value) => LEFT + ((value - left) / (right - left || 1)) * (WIDTH - LEFT - RIGHT);
+  const y = (value) => HEIGHT - BOTTOM - ((Math.min(value, high) - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);
+  const svg = draw("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": title });
+  for (const at of ticks(low, high, 4)) {
+    svg.append(draw("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: y(at), y2: y(at), class: "grid" }));
+    svg.append(draw("text", { x: LEFT - 6, y: y(at) + 4, "text-anchor": "end" }, label(at)));
+  }
+  for (const at of ticks(left, right, 6)) svg.append(draw("text", { x: x(at), y: HEIGHT - 8, "text-anchor": "middle" }, String(Math.round(at))));
+  shown.forEach((line, index) => {
+    const colour = line.colour ?? COLOURS[index % COLOURS.length];
+    const points = line.points.map(([step, value]) => `${x(step).toFixed(1)},${y(value).toFixed(1)}`);
+    svg.append(points.length > 1 ? draw("polyline", { points: points.join(" "), class: "curve", stroke: colour })
+      : draw("circle", { cx: points[0].split(",")[0], cy: points[0].split(",")[1], r: 3, fill: colour }));
+  });
+  const legend = h("div", { class: "legend" }, shown.map((line, index) => h("span", {},
+    h("i", { style: { background: line.colour ?? COLOURS[index % COLOURS.length] } }), `${line.name} ${label(line.points[line.points.length - 1][1])}`)));
+  return h("figure", { class: "chart" }, h("figcaption", {}, title), svg, legend);
+}

@@ -1,0 +1,86 @@
+// A new run: a form and the config itself, side by side. Whichever is changed, the other follows.
+import { ended, post } from "./api.js";
+import { h, later, notice, replace } from "./dom.js";
+import { t } from "./words.js";
+
+const FIELDS = [
+  ["run_name", "text"], ["model.pretrained", "text"], ["data.batch_size", "number"], ["train.max_train_steps", "number"], ["lora.rank", "number"],
+  ["memory", "text"], ["train.checkpoint_every", "number"], ["validation.images", "number"], ["seed", "number"],
+];
+
+export async function show(view, session) {
+  const set = session.set ?? session.data.find((item) => item.samples)?.id;
+  if (!set) { view.append(h("section", {}, t("data.none"))); return; }
+  const state = { text: "", fields: {}, problems: [] };
+  const text = h("textarea", { class: "yaml", id: "yaml", spellcheck: "false", wrap: "off", "aria-label": "YAML" });
+  const problems = h("ul", { class: "problems", id: "problems" });
+  const form = h("div", { class: "form", id: "form" });
+  const plan = h("div", { id: "plan" });
+  const lane = h("select", { id: "lane" }, session.devices.map((device) => h("option", { value: device.lane }, device.memory_gib ? `${device.lane} · ${device.name} · ${Math.round(device.memory_gib)} GiB` : device.name)));
+
+  const family = h("select", { id: "family", onchange: () => begin() },
+    h("option", { value: `small:${session.small.family}` }, t("new.small")), session.families.map((item) => h("option", { value: item.name }, item.title)));
+
+  async function begin() {
+    const [kind, own] = family.value.split(":");
+    take(await post("draft", kind === "small" ? { set, model: session.small.name } : { set, family: own ?? kind }));
+  }
+
+  function take(found) {
+    Object.assign(state, found);
+    if (text.value !== found.text) text.value = found.text;
+    replace(problems, found.problems.map((problem) => h("li", {}, [problem.line ? t("new.line", { line: problem.line }) : "", problem.path, problem.message].filter(Boolean).join(": "))));
+    fill();
+    start.disabled = found.problems.length > 0;
+  }
+
+  function fill() {
+    const active = document.activeElement?.dataset?.path;
+    replace(form, h("label", {}, t("new.family"), family), FIELDS.map(([path, kind]) => {
+      const wrong = state.problems.filter((problem) => problem.path === path);
+      const input = h("input", { type: kind === "number" ? "number" : "text", "data-path": path, id: `field-${path}`, oninput: later(() => set_(path, kind, input), 350) });
+      input.value = state.fields[path] ?? "";
+      return h("label", { class: wrong.length ? "wrong" : null }, t(`field.${path}`), input, wrong.map((problem) => h("span", { class: "problem" }, problem.message)));
+    }), h("label", {}, t("new.device"), lane),
+      h("div", { class: "bar" }, start, h("button", { id: "check", onclick: () => check() }, t("new.check"))), plan);
+    if (active) { const field = document.getElementById(`field-${active}`); field?.focus(); if (field?.type === "text") field.setSelectionRange(field.value.length, field.value.length); }
+  }
+
+  async function set_(path, kind, input) {
+    const value = input.value === "" ? null : kind === "number" ? Number(input.value) : input.value;
+    take(await post("draft/check", { text: text.value, set: { [path]: value } }));
+  }
+
+  text.addEventListener("input", later(async () => take(await post("draft/check", { text: text.value })), 350));
+
+  async function check() {
+    replace(plan, h("p", { class: "faint" }, t("new.checking")));
+    const { job } = await post("draft/plan", { text: text.value });
+    const found = await ended(job);
+    if (!found.checks.length) { replace(plan, h("pre", { class: "log" }, found.log.slice(-3000))); return; }
+    replace(plan, memory(found.checks), h("table", {}, found.checks.map((item) => h("tr", {}, h("td", {}, h("span", { class: `badge ${item.state === "ok" ? "done" : item.state}` }, t(`check.${item.state}`))), h("th", {}, item.what), h("td", {}, item.detail, item.remedy ? h("div", { class: "faint" }, `→ ${item.remedy}`) : null)))));
+  }
+
+  const start = h("button", { class: "main", id: "start", onclick: async () => {
+    start.disabled = true;
+    try {
+      const found = await post("run/start", { text: text.value, lane: lane.value });
+      notice(t("new.started"));
+      location.hash = `runs/${encodeURIComponent(found.run)}`;
+    } finally { start.disabled = false; }
+  } }, t("new.start"));
+
+  view.append(h("div", { class: "two" }, h("section", {}, h("h2", {}, t("new.title")), form), h("section", {}, h("h2", {}, t("new.yaml")), text, problems)));
+  if (session.duplicate) { const found = session.duplicate; session.duplicate = null; take(found); } else await begin();
+}
+
+// Parts of a GPU's memory as a bar, where the plan speaks of them: "weights 11.9, activations 6.2 … of 24 GiB".
+function memory(checks) {
+  const text = checks.map((item) => item.detail).join("\n");
+  const whole = /of (?:the )?([\d.]+) GiB/.exec(text);
+  const parts = [["weights", "#2563eb"], ["activations", "#ea580c"], ["optimizer", "#059669"]].map(([name, colour]) => [name, colour, new RegExp(`${name}[^\\d]{0,24}([\\d.]+)`).exec(text)]).filter(([, , found]) => found);
+  if (!whole || !parts.length) return null;
+  const total = Number(whole[1]);
+  return h("div", {}, h("div", { class: "memory" }, parts.map(([name, colour, found]) => h("i", { title: `${name} ${found[1]} GiB`, style: { width: `${(100 * Number(found[1])) / total}%`, background: colour } }))),
+    h("div", { class: "legend" }, parts.map(([name, colour, found]) => h("span", {}, h("i", { style: { background: colour } }), `${name} ${found[1]} GiB`)), h("span", {}, `${total} GiB`)));
+}

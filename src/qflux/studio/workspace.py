@@ -1,0 +1,92 @@
+"""The folder that a studio is opened on, and what may be reached from it.
+
+<root>/<name>.yaml            configs, as `qflux init` writes them
+<root>/runs/<name>/           runs
+<root>/.qflux-studio/         thumbnails, uploads, tries, the queue; may be deleted
+<data>.corrections/           what was changed about a data set, beside it
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from qflux.errors import DataError, cut
+from qflux.runs.folder import RunFolder
+from qflux.runs.paths import RunPaths
+
+OWN = ".qflux-studio"
+NAME = re.compile(r"[\w][\w.\- ]{0,99}")
+_MOST_FOLDERS = 2000
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A folder, and the places in it."""
+
+    root: Path
+
+    @classmethod
+    def opened(cls, folder: Path) -> Workspace:
+        root = folder.expanduser().resolve()
+        if not root.is_dir():
+            raise DataError(f"there is no folder {folder}", "give the folder of your pictures, or of a project.")
+        if not os.access(root, os.W_OK):
+            raise DataError(f"{folder} can't be written to", "give a folder of your own.")
+        return cls(root)
+
+    @property
+    def own(self) -> Path:
+        return self.root / OWN
+
+    @property
+    def runs(self) -> Path:
+        return self.root / "runs"
+
+    def inside(self, path: str | Path, what: str = "a path") -> Path:
+        """A path in this folder, wherever links lead; an error for any other."""
+        try:
+            found = (self.root / path).resolve()
+        except (OSError, ValueError, RuntimeError):
+            raise DataError(f"{what} {cut(str(path))} is no path") from None
+        if not found.is_relative_to(self.root):
+            raise DataError(f"{what} {cut(str(path))} is outside of {self.root}", "open the studio on a folder above.")
+        return found
+
+    def relative(self, path: Path) -> str:
+        """A path as configs have it: from this folder."""
+        found = os.path.relpath(path, self.root)
+        return found if not found.startswith("..") else str(path)
+
+    def run_folders(self) -> list[RunFolder]:
+        """All runs, wherever they were started: those in `runs/`, and those of other output folders one level up."""
+        found: dict[Path, RunFolder] = {}
+        parents = [self.runs, *(folder for folder in _folders(self.root) if folder.name != OWN)]
+        for parent in parents:
+            for folder in _folders(parent):
+                if folder.resolve().is_relative_to(self.root) and RunPaths(folder).is_run:
+                    found.setdefault(folder.resolve(), RunFolder(folder))
+        return list(found.values())
+
+    def run(self, name: str) -> RunFolder:
+        """A run by its path from here; an error if it is none."""
+        folder = self.inside(name, "the run")
+        known = {run.path.resolve(): run for run in self.run_folders()}
+        if folder not in known:
+            raise DataError(f"there is no run {cut(name)}", "it may have been deleted.")
+        return known[folder]
+
+    def config_file(self, name: str) -> Path:
+        """Where a config of this name is or goes."""
+        if not NAME.fullmatch(name) or name.endswith("."):
+            raise DataError(f"{cut(name)} can't be the name of a run", "use letters, digits, dots and dashes.")
+        return self.inside(f"{name}.yaml")
+
+
+def _folders(parent: Path) -> list[Path]:
+    try:
+        return sorted(path for path in parent.iterdir() if path.is_dir())[:_MOST_FOLDERS]
+    except OSError:
+        return []
