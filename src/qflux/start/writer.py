@@ -95,7 +95,7 @@ def _model(plan: Plan) -> list[str]:
     return [
         f"family: {model.family}",
         "output_dir: runs # from the folder in which the command is started, like all paths here",
-        f"run_name: {json.dumps(plan.run_name)} # everything goes to runs/{plan.run_name}/",
+        f"run_name: {json.dumps(plan.run_name)} # everything goes to the folder of this name in runs/",
         *([] if model.is_small else [memory]),
         "",
         "model:",

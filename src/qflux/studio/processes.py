@@ -26,6 +26,16 @@ from qflux.files.atomic import write_json
 
 State = Literal["queued", "running", "done", "failed", "stopped", "interrupted"]
 _TAIL = 64 * 1024
+_ENDS: dict[int, State] = {
+    0: "done",
+    130: "stopped",
+    143: "stopped",
+    -signal.SIGINT: "stopped",
+    -signal.SIGTERM: "stopped",
+    137: "interrupted",
+    -signal.SIGKILL: "interrupted",
+}
+"""What an exit code means; any other is a failure."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +82,7 @@ class JobFolder:
     def state(self) -> State:
         ended = _json(self.path / "ended.json")
         if ended:
-            code = ended.get("code")
-            return "done" if code == 0 else "stopped" if code in (130, -2, -15, 143) else "failed"
+            return _ENDS.get(int(ended.get("code", 1)), "failed")
         if not (self.path / "pid").exists():
             return "queued"
         return "running" if self._pid() is not None else "interrupted"

@@ -111,11 +111,16 @@ class Queue:
 
     def of_run(self, run: str) -> JobFolder | None:
         """The newest job that trains a run."""
-        for item in reversed(self.jobs()):
-            job = item.job
-            if job is not None and job.kind == "train" and job.about.get("run") == run:
-                return item
-        return None
+        return next(reversed(self._all_of(run)), None)
+
+    def forget(self, run: str) -> None:
+        """Everything about a run that is gone."""
+        for item in self._all_of(run):
+            shutil.rmtree(item.path, ignore_errors=True)
+
+    def _all_of(self, run: str) -> list[JobFolder]:
+        known = [(item, item.job) for item in self.jobs()]
+        return [item for item, job in known if job and job.kind == "train" and job.about.get("run") == run]
 
     def _run(self) -> None:
         while not self._ended.wait(1.0):

@@ -99,7 +99,7 @@ def delete(workspace: Workspace, queue: Queue, name: str) -> None:
     if job is not None and job.state in ("queued", "running"):
         raise DataError(f"{name} is {job.state}", "stop it first.")
     folder = workspace.inside(name, "the run")
-    if folder.exists():
+    if folder.exists() or job is None:
         run = workspace.run(name)
         if run.status == "running":
             raise DataError(f"{name} is running", "stop it first.")
@@ -108,8 +108,7 @@ def delete(workspace: Workspace, queue: Queue, name: str) -> None:
         aside.parent.mkdir(parents=True, exist_ok=True)
         run.path.rename(aside)  # at once, or not at all
         shutil.rmtree(aside, ignore_errors=True)
-    if job is not None:
-        shutil.rmtree(job.path, ignore_errors=True)
+    queue.forget(name)
     workspace.config_file(folder.name).unlink(missing_ok=True)
 
 

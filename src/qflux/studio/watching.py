@@ -36,11 +36,11 @@ def summaries(workspace: Workspace, queue: Queue) -> list[dict[str, Any]]:
             if job.state == "queued":
                 line["status"] = "queued"
             elif job.state == "running" and line["status"] != "running":
-                line["status"] = "preparing"
+                line["status"] = "finishing" if line["status"] == "finished" else "preparing"
             elif job.state == "failed" and line["status"] in ("new", "interrupted"):
                 line["status"] = "failed"
         shown.append(line | {"run": name})
-    order = {"running": 0, "preparing": 1, "queued": 2}
+    order = {"running": 0, "finishing": 0, "preparing": 1, "queued": 2}
     return sorted(shown, key=lambda line: (order.get(line["status"], 3), -line.get("changed", line.get("queued", 0))))
 
 

@@ -20,6 +20,7 @@ from qflux.runs.paths import RunPaths
 OWN = ".qflux-studio"
 NAME = re.compile(r"[\w][\w.\- ]{0,99}")
 _MOST_FOLDERS = 2000
+_LONGEST = 1000
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Workspace:
     def inside(self, path: str | Path, what: str = "a path") -> Path:
         """A path in this folder, wherever links lead; an error for any other."""
         try:
+            if len(str(path)) > _LONGEST:
+                raise ValueError
             found = (self.root / path).resolve()
         except (OSError, ValueError, RuntimeError):
             raise DataError(f"{what} {cut(str(path))} is no path") from None

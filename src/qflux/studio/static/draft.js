@@ -34,20 +34,28 @@ export async function show(view, session) {
     start.disabled = found.problems.length > 0;
   }
 
+  // Inputs are made once: whoever types must not lose their place when the config answers.
+  const inputs = FIELDS.map(([path, kind]) => {
+    const input = h("input", { type: kind === "number" ? "number" : "text", "data-path": path, id: `field-${path}` });
+    const wrong = h("span", { class: "problem" });
+    const send = later(() => set_(path, kind, input), 350);
+    input.addEventListener("input", send);
+    input.addEventListener("change", send);
+    return { path, input, wrong, label: h("label", {}, t(`field.${path}`), input, wrong) };
+  });
+
   function fill() {
-    const active = document.activeElement?.dataset?.path;
-    replace(form, h("label", {}, t("new.family"), family), FIELDS.map(([path, kind]) => {
-      const wrong = state.problems.filter((problem) => problem.path === path);
-      const input = h("input", { type: kind === "number" ? "number" : "text", "data-path": path, id: `field-${path}`, oninput: later(() => set_(path, kind, input), 350) });
-      input.value = state.fields[path] ?? "";
-      return h("label", { class: wrong.length ? "wrong" : null }, t(`field.${path}`), input, wrong.map((problem) => h("span", { class: "problem" }, problem.message)));
-    }), h("label", {}, t("new.device"), lane),
-      h("div", { class: "bar" }, start, h("button", { id: "check", onclick: () => check() }, t("new.check"))), plan);
-    if (active) { const field = document.getElementById(`field-${active}`); field?.focus(); if (field?.type === "text") field.setSelectionRange(field.value.length, field.value.length); }
+    for (const { path, input, wrong, label } of inputs) {
+      if (document.activeElement !== input) input.value = state.fields[path] ?? "";
+      const found = state.problems.filter((problem) => problem.path === path);
+      label.className = found.length ? "wrong" : "";
+      wrong.textContent = found.map((problem) => problem.message).join("; ");
+    }
   }
 
   async function set_(path, kind, input) {
     const value = input.value === "" ? null : kind === "number" ? Number(input.value) : input.value;
+    if ((state.fields[path] ?? null) === value) return;
     take(await post("draft/check", { text: text.value, set: { [path]: value } }));
   }
 
@@ -70,7 +78,9 @@ export async function show(view, session) {
     } finally { start.disabled = false; }
   } }, t("new.start"));
 
-  view.append(h("div", { class: "two" }, h("section", {}, h("h2", {}, t("new.title")), form), h("section", {}, h("h2", {}, t("new.yaml")), text, problems)));
+  replace(form, h("label", {}, t("new.family"), family), inputs.map((field) => field.label), h("label", {}, t("new.device"), lane),
+    h("div", { class: "bar" }, start, h("button", { id: "check", onclick: () => check() }, t("new.check"))));
+  view.append(h("div", { class: "two" }, h("section", {}, h("h2", {}, t("new.title")), form), h("section", {}, h("h2", {}, t("new.yaml")), text, problems, plan)));
   if (session.duplicate) { const found = session.duplicate; session.duplicate = null; take(found); } else await begin();
 }
 

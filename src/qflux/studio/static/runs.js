@@ -50,7 +50,7 @@ async function one(view, session, name) {
   const act = async (path, after) => { await post(`run/${path}`, { run: name }); after?.(); run = await get("run", { run: name }); draw(); };
 
   function draw() {
-    const active = ["running", "preparing", "queued"].includes(run.status) || ["running", "queued"].includes(run.state);
+    const active = ["running", "preparing", "finishing", "queued"].includes(run.status) || ["running", "queued"].includes(run.state);
     replace(head, h("div", { class: "bar" }, h("h2", { style: { margin: 0 } }, run.name), status(run), h("span", { class: "grow" }),
       active ? h("button", { id: "stop", onclick: () => act("stop", () => notice(t("run.stopping"))) }, t("run.stop")) : null,
       !active && run.status !== "finished" ? h("button", { class: "main", id: "resume", onclick: () => act("resume") }, t("run.resume")) : null,
