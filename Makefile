@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all lint docs browser bench clean
+.PHONY: demo studio test test-all lint docs browser bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -16,6 +16,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/qflux demo --family $(FAMILY)
+
+studio: $(STAMP)
+	mkdir -p runs/studio
+	$(BIN)/qflux studio runs/studio --demo
 
 # Two processes of one thread each: tests are too small for threads. With more cores: make test WORKERS=8
 # The quick tests keep every promise at least once; what must be long (kills, many processes, the demo) is in test-all.

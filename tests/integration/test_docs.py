@@ -19,7 +19,7 @@ import yaml
 from PIL import Image
 
 from qflux.cli import main
-from qflux.config.reader import _parse
+from qflux.config.reader import parse_yaml
 from qflux.demo.data import write_data_set
 from qflux.demo.run import demo_config, run_demo
 from qflux.main import main as mode_main
@@ -51,7 +51,7 @@ def commands(block: str) -> list[str]:
 
 def shrunk(config: Path, model: Path) -> None:
     """The same config for a tiny model and two steps."""
-    values = _parse(config.read_text())
+    values = parse_yaml(config.read_text())
     values["model"] |= {"pretrained": str(model), "dtype": "float32", "device": "cpu", "max_sequence_length": None}
     values["model"].pop("quantization", None)
     if values["family"] == "flux-kontext":

@@ -84,6 +84,11 @@ class Page:
 
     def shot(self, name: str) -> None:
         if PICTURES:
+            drawn = (
+                "scrollTo(0, 0); const seen = (i) => i.getBoundingClientRect().top < innerHeight;"
+                "return [...document.images].filter(seen).every((i) => i.complete && i.naturalWidth)"
+            )
+            wait_for(lambda: self.driver.execute_script(drawn), "pictures")
             self.driver.save_screenshot(str(Path(PICTURES) / f"studio-{name}.png"))
 
     def is_clean(self) -> None:
@@ -108,6 +113,8 @@ def test_from_pairs_to_a_lora_that_is_taken_away(pairs, tmp_path):
         page.until("#count", "1 of 24")
         page.until(".card[data-name='scene_006'] .badge.warning")
         page.click("[data-only='no edit']")
+        page.until("#count", "24 of 24")
+        page.until(".card[data-name='scene_000']")
         page.shot("data")
 
         # Change a prompt in place, take it back, do it again.

@@ -7,7 +7,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from qflux.config.reader import _parse
+from qflux.config.reader import parse_yaml
 from qflux.config.root import Config
 from qflux.config.schema import _sections_of, json_schema, reference
 
@@ -34,7 +34,7 @@ def test_the_reference_page_is_what_the_code_says():
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.name)
 def test_recipes_fit_the_schema(recipe):
-    assert list(VALIDATOR.iter_errors(_parse(recipe.read_text()))) == []
+    assert list(VALIDATOR.iter_errors(parse_yaml(recipe.read_text()))) == []
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,8 @@ def with_value(text: str, path: str, value: Any) -> str:
             return text if value is None else _inserted(text, node, root, parts[depth:], written)
         key, found = pair
         if is_last and value is None:
+            if depth and len(node.value) == 1:  # a section of nothing would be null
+                return with_value(text, ".".join(parts[:depth]), None)
             lines = text.splitlines(keepends=True)
             del lines[key.start_mark.line : max(key.start_mark.line, _end_line(found)) + 1]
             return "".join(lines)
@@ -90,11 +92,14 @@ def _end_line(node: yaml.Node) -> int:
 
 def _merged(node: yaml.Node, text: str, parts: list[str], value: Any) -> Any:
     """What stands in one line as a mapping, with a value in it."""
-    found = yaml.safe_load(text[node.start_mark.index : node.end_mark.index])
+    found = parse_yaml(text[node.start_mark.index : node.end_mark.index])
     inner = found = found if isinstance(found, dict) else {}
     for part in parts[:-1]:
         inner = inner.setdefault(part, {})
-    inner[parts[-1]] = value
+    if value is None:
+        inner.pop(parts[-1], None)
+    else:
+        inner[parts[-1]] = value
     return found
 
 

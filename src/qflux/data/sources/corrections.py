@@ -30,28 +30,29 @@ class Corrections:
     """The corrections in a folder, which need not be there yet."""
 
     folder: Path
-    lines: list[dict[str, Any]] = field(default_factory=list)
-    """Changes in their order, those that were taken back among them."""
-    undone: set[int] = field(default_factory=set)
+    done: list[dict[str, Any]] = field(default_factory=list)
+    """Changes that hold, in their order."""
+    undone: list[dict[str, Any]] = field(default_factory=list)
+    """Changes that were taken back and may be made again, the next one last."""
+    last: int = 0
+    """The number of the newest change."""
 
     @classmethod
     def read(cls, folder: Path) -> Corrections:
         found = cls(folder)
         for line in read_lines(folder / FILE):
             if isinstance(line.get("id"), int) and isinstance(line.get("changes"), list):
-                found.lines.append(line)
-            elif isinstance(line.get("undo"), int):
-                found.undone.add(line["undo"])
-            elif isinstance(line.get("redo"), int):
-                found.undone.discard(line["redo"])
+                found._did(line)
+            elif found.done and line.get("undo") == found.done[-1]["id"]:
+                found.undone.append(found.done.pop())
+            elif found.undone and line.get("redo") == found.undone[-1]["id"]:
+                found.done.append(found.undone.pop())
         return found
 
     def of(self) -> dict[str, dict[str, Any]]:
         """What is said of each sample now. A value of null is none: as the source has it."""
         said: dict[str, dict[str, Any]] = {}
-        for line in self.lines:
-            if line["id"] in self.undone:
-                continue
+        for line in self.done:
             for change in line["changes"]:
                 if isinstance(change, dict) and isinstance(change.get("sample"), str):
                     known = {kind: change[kind] for kind in KINDS if kind in change}
@@ -63,31 +64,30 @@ class Corrections:
         """Write changes down. What was undone before can't be done again then."""
         for change in changes:
             _require_sound(change)
-        line = {"id": 1 + max((line["id"] for line in self.lines), default=0), "changes": changes}
+        line = {"id": self.last + 1, "changes": changes}
         self._write(line)
-        self.lines.append(line)
+        self._did(line)
 
     def undo(self) -> bool:
         """Take the last change back; false if there is none."""
-        number = next((line["id"] for line in reversed(self.lines) if line["id"] not in self.undone), None)
-        if number is None:
+        if not self.done:
             return False
-        self._write({"undo": number})
-        self.undone.add(number)
+        self._write({"undo": self.done[-1]["id"]})
+        self.undone.append(self.done.pop())
         return True
 
     def redo(self) -> bool:
-        """Do again what was taken back last; false if something else was changed since, or nothing was taken back."""
-        behind = 0
-        for line in reversed(self.lines):
-            if line["id"] not in self.undone:
-                break
-            behind = line["id"]
-        if not behind:
+        """Do again what was taken back last; false if there is nothing of that kind."""
+        if not self.undone:
             return False
-        self._write({"redo": behind})
-        self.undone.discard(behind)
+        self._write({"redo": self.undone[-1]["id"]})
+        self.done.append(self.undone.pop())
         return True
+
+    def _did(self, line: dict[str, Any]) -> None:
+        self.done.append(line)
+        self.undone.clear()
+        self.last = max(self.last, line["id"])
 
     def _write(self, line: dict[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
