@@ -28,7 +28,7 @@ def pairs(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("studio") / "demo"
     write_night_set(root / "data", 24, seed=3)
     targets = root / "data/training_images"
-    (targets / "scene_003.txt").write_text("<img src=x onerror=\"document.title='broken'\"> turn the day into night")
+    (targets / "scene_020.txt").write_text("<img src=x onerror=\"document.title='broken'\"> turn the day into night")
     shutil.copy(root / "data/control_images/scene_006.png", targets / "scene_006.png")
     return root
 

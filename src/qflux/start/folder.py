@@ -103,7 +103,9 @@ def walk(root: Path) -> Folder:
 
 
 def _is_ours(folders: Sequence[str], files: Sequence[str]) -> bool:
-    """Whether a folder is a run, a cache or a list of edits, which may lie beside the data."""
+    """Whether a folder is a run, a cache, a list of edits or corrections, which may lie beside the data."""
+    if "corrections.jsonl" in files:
+        return True
     is_run, is_cache = {"config.yaml", "ledger.jsonl"} <= set(files), "index.jsonl" in files and "entries" in folders
     return is_run or is_cache or {".lock", "contact_sheet.png"} <= set(files)
 

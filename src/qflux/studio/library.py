@@ -28,7 +28,7 @@ from qflux.data.sources.listing import Fault, ListedSample
 from qflux.errors import DataError, QfluxError, cut
 from qflux.files.atomic import write_bytes
 from qflux.files.hashing import key_of
-from qflux.start.layouts import discover
+from qflux.start.layouts import TABLE, discover
 from qflux.start.request import config_name
 from qflux.studio.workspace import OWN, Workspace
 
@@ -47,6 +47,7 @@ class DataSet:
     source: dict[str, Any]
     """As it stands in a config."""
     root: Path
+    corrections_folder: Path
     thumbnails: Path
     findings: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     """What `inspect` said of a sample, by its name."""
@@ -63,11 +64,6 @@ class DataSet:
     @cached_property
     def corrections(self) -> Corrections:
         return Corrections.read(self.corrections_folder)
-
-    @property
-    def corrections_folder(self) -> Path:
-        path = Path(self.source["path"])
-        return path.parent / f"{path.name}.corrections"
 
     @property
     def faults(self) -> list[Fault]:
@@ -289,12 +285,13 @@ class Library:
         found = discover(path)
         source = dict(found.source)
         if found.rows:
-            table = self._workspace.own / "tables" / config_name(path).with_suffix(".pairs.jsonl").name
+            table = self._workspace.root / config_name(path).with_suffix(TABLE).name
             rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found.rows)
-            table.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(table, rows.encode())
             source = {"type": "jsonl", "path": str(table), "root": source.get("root", str(path))}
-        return DataSet(name, found.kind, source, path, self._workspace.own / "thumbnails")
+        is_all = path == self._workspace.root
+        beside = path / "corrections" if is_all else path.parent / f"{path.name}.corrections"
+        return DataSet(name, found.kind, source, path, beside, self._workspace.own / "thumbnails")
 
     def _candidates(self) -> list[Path]:
         root = self._workspace.root
