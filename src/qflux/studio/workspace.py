@@ -3,7 +3,8 @@
 <root>/<name>.yaml            configs, as `qflux init` writes them
 <root>/runs/<name>/           runs
 <root>/.qflux-studio/         thumbnails, uploads, tries, the queue; may be deleted
-<data>.corrections/           what was changed about a data set, beside it
+<data>.corrections/           what was changed about a data set, beside it; corrections/ in it, where it is all there is
+<name>.pairs.jsonl            a list of pairs, where pictures lie in a layout of their own, as `init` writes it
 """
 
 from __future__ import annotations
