@@ -47,7 +47,7 @@ def server(workspace):
 
 def test_without_the_cookie_nothing_is_answered(server):
     for path in ADDRESSES:
-        for cookie in ("", "qflux_studio=", "qflux_studio=wrong", "other=1"):
+        for cookie in ("", f"qflux_studio_{server.port}=", f"qflux_studio_{server.port}=wrong", "other=1"):
             answer = server.ask("GET", path, cookie=cookie)
             assert answer.status == 401, path
             assert b"data" not in answer.body

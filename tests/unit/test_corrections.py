@@ -78,6 +78,17 @@ def test_a_source_is_read_as_it_was_corrected(data):
     assert "1 samples that are not there: fox" in notes
 
 
+def test_two_who_write_do_not_undo_each_other(tmp_path):
+    """Two pages, each with what it has read."""
+    mine, yours = Corrections.read(tmp_path), Corrections.read(tmp_path)
+    mine.add([{"sample": "cat", "prompt": "mine"}])
+    yours.add([{"sample": "dog", "prompt": "yours"}])
+    assert mine.undo(), "the last change, whoever made it"
+    assert Corrections.read(tmp_path).of() == mine.of() == {"cat": {"prompt": "mine"}}
+    assert yours.redo()
+    assert Corrections.read(tmp_path).of() == {"cat": {"prompt": "mine"}, "dog": {"prompt": "yours"}}
+
+
 def test_a_torn_or_foreign_line_is_none(data):
     folder = data / "data.corrections"
     Corrections(folder).add([{"sample": "cat", "prompt": "x"}])

@@ -96,3 +96,19 @@ def test_what_is_no_setting_is_refused():
     with pytest.raises(ConfigError, match="no YAML"):
         with_value("a: [", "seed", 3)
     assert with_value("", "train.seed", 3) == "train:\n  seed: 3\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["{a: 1, b: 2}\n", "a: &x {b: 1}\nc: *x\n", "a: 1\n...\n", "--- {a: 1}\n", "? a\n: 1\n"]
+)
+@pytest.mark.parametrize(("path", "value"), [("b", None), ("c.b", 3), ("d", 4), ("a", 5)])
+def test_whatever_way_yaml_is_written_in_nothing_else_is_changed(text, path, value):
+    before = fields_of(text)
+    try:
+        after = fields_of(with_value(text, path, value))
+    except ConfigError:
+        return
+    assert after.get(path) == value
+    assert {k: v for k, v in after.items() if not k.startswith(path)} == {
+        k: v for k, v in before.items() if not k.startswith(path)
+    }

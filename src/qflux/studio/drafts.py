@@ -49,9 +49,28 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def with_value(text: str, path: str, value: Any) -> str:
-    """The text with a value at a path; null takes the line out, and a section that is not there is added."""
+    """The text with a value at a path; null takes the line out, and a section that is not there is added.
+
+    YAML can be written in ways that a change of a line does not fit; then nothing is changed.
+    """
     if not re.fullmatch(r"\w+(\.\w+)*", path):
         raise DataError(f"{path!r} is no setting")
+    before = fields_of(text)
+    changed = _changed(text, path, value)
+    after = fields_of(changed)
+    meant = {key: known for key, known in before.items() if key != path and not key.startswith(f"{path}.")}
+    is_right = after.pop(path, None) == value or isinstance(value, dict)
+    kept = {key: known for key, known in after.items() if not key.startswith(f"{path}.")}
+    if not is_right or _without_empty(kept) != _without_empty(meant):
+        raise ConfigError(f"{path} can't be changed in this text", "change it there by hand.")
+    return changed
+
+
+def _without_empty(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _changed(text: str, path: str, value: Any) -> str:
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
@@ -68,7 +87,7 @@ def with_value(text: str, path: str, value: Any) -> str:
         key, found = pair
         if is_last and value is None:
             if depth and len(node.value) == 1:  # a section of nothing would be null
-                return with_value(text, ".".join(parts[:depth]), None)
+                return _changed(text, ".".join(parts[:depth]), None)
             lines = text.splitlines(keepends=True)
             del lines[key.start_mark.line : max(key.start_mark.line, _end_line(found)) + 1]
             return "".join(lines)

@@ -48,6 +48,8 @@ class Guard:
     def __init__(self, app: ASGIApp, port: int, host: str = "127.0.0.1", password: str | None = None) -> None:
         self._app = app
         self._port = port
+        self._cookie = f"{COOKIE}_{port}"
+        """Browsers do not tell ports apart, and there may be several studios."""
         self._password = password
         self._hosts = {f"{name}:{port}" for name in _LOOPBACK}
         self._is_open = host not in _LOOPBACK
@@ -72,6 +74,8 @@ class Guard:
             refused = await self._signed_in(request)
         if refused is None and not self._is_known(request):
             refused = self._let_in(request)
+        elif refused is None and request.url.path.startswith(_OPEN):
+            refused = RedirectResponse("/", status_code=303)
         if refused is not None:
             await refused(scope, receive, _with_headers(send))
             return
@@ -98,7 +102,7 @@ class Guard:
         return site not in ("same-origin", "none") and not is_look
 
     def _is_known(self, request: Request) -> bool:
-        return hmac.compare_digest(request.cookies.get(COOKIE, "").encode(), self._session.encode())
+        return hmac.compare_digest(request.cookies.get(self._cookie, "").encode(), self._session.encode())
 
     def _let_in(self, request: Request) -> Response:
         """A cookie for who brings the token; otherwise what is missing."""
@@ -127,7 +131,7 @@ class Guard:
 
     def _welcome(self) -> Response:
         response = RedirectResponse("/", status_code=303)
-        response.set_cookie(COOKIE, self._session, httponly=True, samesite="strict", path="/")
+        response.set_cookie(self._cookie, self._session, httponly=True, samesite="strict", path="/")
         return response
 
 

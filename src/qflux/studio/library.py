@@ -21,7 +21,7 @@ from PIL import Image
 from pydantic import TypeAdapter
 
 from qflux.config.data import AnySource
-from qflux.data.images.decode import ImageRef, load_mask, load_rgb
+from qflux.data.images.decode import ImageFile, ImageRef, load_mask, load_rgb
 from qflux.data.sources import READERS
 from qflux.data.sources.corrections import MASKS, Corrections, corrected, mask_path
 from qflux.data.sources.listing import Fault, ListedSample
@@ -48,7 +48,7 @@ class DataSet:
     """As it stands in a config."""
     root: Path
     corrections_folder: Path
-    thumbnails: Path
+    workspace: Workspace
     findings: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     """What `inspect` said of a sample, by its name."""
     general: list[dict[str, str]] = field(default_factory=list)
@@ -122,6 +122,7 @@ class DataSet:
             "excluded": bool(about.get("excluded")),
             "has_mask": sample.mask is not None,
             "is_painted": "mask" in about,
+            "mask": about.get("mask", ""),
             "images": [_size(ref) for ref in sample.images],
             "findings": self.findings.get(name, []),
         }
@@ -129,9 +130,15 @@ class DataSet:
     def picture(self, name: str, role: str, large: bool) -> tuple[bytes, str]:
         """A picture of a sample made small, once, and its type."""
         ref, is_mask = self._ref(self.sample(name), role)
+        if isinstance(ref, ImageFile):
+            self.workspace.inside(ref.path, "the picture")  # a table, or a link, may lead anywhere
         side = SIDES[large]
         stamp = ref.stamp() or [secrets.token_hex(8)]
-        file = self.thumbnails / f"{key_of('thumbnail', stamp, side, is_mask)}.{'png' if is_mask else 'webp'}"
+        file = (
+            self.workspace.own
+            / "thumbnails"
+            / f"{key_of('thumbnail', stamp, side, is_mask)}.{'png' if is_mask else 'webp'}"
+        )
         if not file.exists():
             image = load_mask(ref) if is_mask else load_rgb(ref)
             image.thumbnail((side, side), Image.Resampling.LANCZOS)
@@ -286,26 +293,34 @@ class Library:
         source = dict(found.source)
         if found.rows:
             table = self._workspace.root / config_name(path).with_suffix(TABLE).name
-            rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found.rows)
-            write_bytes(table, rows.encode())
+            if not table.exists():  # somebody may have written it, and runs may go by it
+                rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found.rows)
+                write_bytes(table, rows.encode())
             source = {"type": "jsonl", "path": str(table), "root": source.get("root", str(path))}
         is_all = path == self._workspace.root
         beside = path / "corrections" if is_all else path.parent / f"{path.name}.corrections"
-        return DataSet(name, found.kind, source, path, beside, self._workspace.own / "thumbnails")
+        return DataSet(name, found.kind, source, path, beside, self._workspace)
 
     def _candidates(self) -> list[Path]:
         root = self._workspace.root
         if (root / "training_images").is_dir():
             return [root]
-        skipped = {OWN, "runs"}
-        folders = [p for p in sorted(root.iterdir()) if p.is_dir() and p.name not in skipped and _is_plain(p)]
+        inside = [p for p in sorted(root.iterdir()) if p.resolve().is_relative_to(root) and _is_plain(p)]
+        folders = [p for p in inside if p.is_dir() and p.name not in (OWN, "runs", "corrections")]
         known = [folder for folder in folders if (folder / "training_images").is_dir()]
-        return known or ([root] if any(_has_pictures(p) for p in (root, *folders)) else [])
+        if known:
+            return known
+        # The folder itself, if it is understood; else each in it that is.
+        return [root] if _is_understood(root) else [folder for folder in folders if _is_understood(folder)]
 
 
 def _is_plain(folder: Path) -> bool:
     return not folder.name.startswith(".") and not folder.name.endswith(".corrections")
 
 
-def _has_pictures(folder: Path) -> bool:
-    return any(path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp", ".csv", ".jsonl") for path in folder.iterdir())
+def _is_understood(folder: Path) -> bool:
+    try:
+        discover(folder)
+    except (QfluxError, OSError):
+        return False
+    return True

@@ -1,16 +1,20 @@
 """Commands that run on their own: each in a folder, with its log, and its end written down by whoever waits for it.
 
-    job.json     what was asked for
-    pid          of the process that waits for the command; the command is in its process group
-    log          what the command says
-    ended.json   the exit code; written last
+job.json     what was asked for
+started      somebody has begun it: made once, by one of however many studios there are
+.lock        held by the process that waits, and by the command, which inherits it: one of them lives
+pid          of the process that waits; the command is in its process group
+stopping     it was asked to end, which is asked once: a second interruption would lose what is not saved
+log          what the command says
+ended.json   the exit code; written last
 
 The process that waits (`python -m qflux.studio.processes FOLDER`) belongs to nobody: the studio may end, and be opened
-again, while a run goes on. If it was killed itself, there is no `ended.json` and nobody has its process id any more.
+again, while a run goes on. The system drops the lock when both are gone, however they ended.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -22,10 +26,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from qflux.files.atomic import write_json
+from qflux.files.atomic import write_bytes, write_json
 
 State = Literal["queued", "running", "done", "failed", "stopped", "interrupted"]
 _TAIL = 64 * 1024
+_STARTING = 60
+"""Seconds that a process may take to begin."""
 _ENDS: dict[int, State] = {
     0: "done",
     130: "stopped",
@@ -83,38 +89,47 @@ class JobFolder:
         ended = _json(self.path / "ended.json")
         if ended:
             return _ENDS.get(int(ended.get("code", 1)), "failed")
-        if not (self.path / "pid").exists():
+        if not (self.path / "started").exists():
             return "queued"
-        return "running" if self._pid() is not None else "interrupted"
+        return "running" if self._is_held() or self._is_starting() else "interrupted"
+
+    @property
+    def is_stopping(self) -> bool:
+        return (self.path / "stopping").exists()
 
     @property
     def code(self) -> int | None:
         return _json(self.path / "ended.json").get("code")
 
     def start(self, root: Path, environment: dict[str, str]) -> None:
-        """Run it, as a process that outlives this one."""
-        log = (self.path / "log").open("ab")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "qflux.studio.processes", str(self.path)],
-            cwd=root,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=os.environ | environment,
-        )
-        log.close()
-        (self.path / "pid").write_text(f"{process.pid} {_started(process.pid)}")
+        """Run it, as a process that outlives this one; nothing if somebody has begun it already."""
+        if not self._once("started"):
+            return
+        with (self.path / "log").open("ab") as log:
+            subprocess.Popen(
+                [sys.executable, "-m", "qflux.studio.processes", str(self.path)],
+                cwd=root,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=os.environ | environment,
+            )
 
     def stop(self) -> None:
-        """Ask it to save and end; nothing if it has ended."""
-        pid = self._pid()
-        if pid is None:
-            if self.state == "queued":
-                write_json(self.path / "ended.json", {"code": 130})
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGINT)
+        """Ask it to save and end, once; what was not begun never will be."""
+        if self._once("started"):
+            write_json(self.path / "ended.json", {"code": 130})
+        elif self.state == "running" and self._once("stopping"):
+            for _ in range(_STARTING):  # it may be about to begin
+                pid = self._pid()
+                if pid is not None:
+                    break
+                time.sleep(1)
+            else:
+                return
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGINT)
 
     def log(self, tail: int = _TAIL) -> str:
         try:
@@ -125,22 +140,40 @@ class JobFolder:
         except OSError:
             return ""
 
-    def _pid(self) -> int | None:
-        """Of the process that waits, if it is still that one: numbers are used again."""
+    def _once(self, name: str) -> bool:
+        """Make a mark; false if it is there already."""
         try:
-            pid, started = (self.path / "pid").read_text().split()
+            os.close(os.open(self.path / name, os.O_CREAT | os.O_EXCL))
+        except OSError:
+            return False
+        return True
+
+    def _pid(self) -> int | None:
+        try:
+            return int((self.path / "pid").read_text())
         except (OSError, ValueError):
             return None
-        return int(pid) if started != "gone" and _started(int(pid)) == started else None
 
+    def _is_starting(self) -> bool:
+        """It was begun a moment ago, and has not come so far as to hold its lock."""
+        try:
+            age = time.time() - (self.path / "started").stat().st_mtime
+        except OSError:
+            return False
+        return self._pid() is None and 0 <= age < _STARTING
 
-def _started(pid: int) -> str:
-    """What tells a process from a later one of the same number: when it was started, in ticks."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "gone"
-    return "gone" if fields[0] == "Z" else fields[19]
+    def _is_held(self) -> bool:
+        try:
+            descriptor = os.open(self.path / ".lock", os.O_RDWR)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -158,7 +191,10 @@ def _wait(folder: Path) -> None:
     job = JobFolder(folder).job
     if job is None:
         return
-    child = subprocess.Popen([sys.executable, "-m", "qflux.cli", *job.command])
+    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # who looks whether it is held holds it for a moment
+    write_bytes(folder / "pid", str(os.getpid()).encode())
+    child = subprocess.Popen([sys.executable, "-m", "qflux.cli", *job.command], pass_fds=[lock])
     code = child.wait()
     write_json(folder / "ended.json", {"code": code, "time": time.time()})
 

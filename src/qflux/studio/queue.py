@@ -5,6 +5,7 @@ All of it is on disk: a studio that is opened again goes on with what was queued
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import threading
@@ -29,16 +30,23 @@ class Device:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"CUDA_VISIBLE_DEVICES": self.lane.removeprefix("cuda:")} if self.lane.startswith("cuda:") else {}
+        if not self.lane.startswith("cuda:"):
+            return {}
+        # nvidia-smi counts by bus, CUDA by speed unless it is told.
+        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": self.lane.removeprefix("cuda:")}
 
 
 def devices() -> list[Device]:
-    """The GPUs of this machine; without any, its CPU."""
-    tool = shutil.which("nvidia-smi")
+    """The GPUs of this machine that may be used; without any, its CPU."""
+    tool, visible = shutil.which("nvidia-smi"), os.environ.get("CUDA_VISIBLE_DEVICES")
     found = []
-    if tool:
+    if tool and (visible is None or visible.strip() not in ("", "-1")):
         asked = [tool, "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"]
-        printed = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False).stdout
+        asked += [f"--id={visible}"] if visible else []
+        try:
+            printed = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False).stdout
+        except (OSError, subprocess.TimeoutExpired):
+            printed = ""
         for line in printed.splitlines():
             parts = [part.strip() for part in line.split(",")]
             if len(parts) == 3 and parts[0].isdigit() and parts[2].isdigit():
@@ -94,19 +102,25 @@ class Queue:
                     busy.add(job.lane)
                 elif job is not None and state == "queued":
                     waiting.append((found, job))
+            lanes = {SIDE: {"CUDA_VISIBLE_DEVICES": ""}} | {each.lane: each.environment for each in self.devices}
             for found, job in waiting:
-                if job.lane not in busy:
+                if job.lane in lanes and job.lane not in busy:  # what is for a GPU that is not here waits for it
                     busy.add(job.lane)
-                    device = next((device for device in self.devices if device.lane == job.lane), None)
-                    found.start(self._root, device.environment if device else {"CUDA_VISIBLE_DEVICES": ""})
+                    found.start(self._root, lanes[job.lane])
             self._tidy(jobs)
+
+    def free_lane(self) -> str:
+        """A device that nothing waits for, or else the first."""
+        busy = {job["lane"] for job in self.described() if job["state"] in ("queued", "running")}
+        return next((each.lane for each in self.devices if each.lane not in busy), self.devices[0].lane)
 
     def described(self) -> list[dict[str, Any]]:
         found = []
         for item in self.jobs()[-_KEPT:]:
             job = item.job
             if job is not None:
-                found.append({"id": item.id, "kind": job.kind, "lane": job.lane, "state": item.state, **job.about})
+                known = {"id": item.id, "kind": job.kind, "lane": job.lane, "state": item.state}
+                found.append(job.about | known | {"stopping": item.is_stopping})
         return found
 
     def of_run(self, run: str) -> JobFolder | None:

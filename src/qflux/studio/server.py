@@ -18,6 +18,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from qflux.errors import DataError, QfluxError, redacted
+from qflux.files.hashing import key_of
 from qflux.models.registry import all_facts, shipped
 from qflux.runs.paths import RunPaths
 from qflux.studio import starting, watching
@@ -196,16 +197,20 @@ def _paint(studio: Studio, request: Request, body: dict[str, Any]) -> Answer:
 def _inspect(studio: Studio, request: Request, body: dict[str, Any]) -> Answer:
     data = studio.library[body["set"]]
     text = starting.draft(studio.workspace, data, body)
-    report = studio.workspace.own / "inspect.json"
-    job = starting.side_job(
-        studio.queue, studio.workspace, "inspect", text, ["--json", studio.workspace.relative(report)]
-    )
-    return {"job": job.id}
+    report = _report_of(studio, data.id)
+    report.unlink(missing_ok=True)
+    options = ["--json", studio.workspace.relative(report)]
+    return {"job": starting.side_job(studio.queue, studio.workspace, "inspect", text, options).id}
+
+
+def _report_of(studio: Studio, data: str) -> Path:
+    """Where `inspect` writes what it finds in a data set."""
+    return studio.workspace.own / f"inspect-{key_of(data)[:16]}.json"
 
 
 def _findings(studio: Studio, request: Request, body: dict[str, Any]) -> Answer:
     data = studio.library[body["set"]]
-    report = studio.workspace.own / "inspect.json"
+    report = _report_of(studio, data.id)
     data.take_findings(json.loads(report.read_text(encoding="utf-8")))
     return data.described()
 
@@ -228,7 +233,10 @@ def _check_draft(studio: Studio, request: Request, body: dict[str, Any]) -> Answ
 
 
 def _plan(studio: Studio, request: Request, body: dict[str, Any]) -> Answer:
-    options = ["--json"] + (["--memory", str(body["memory"])] if body.get("memory") else [])
+    # A side job sees no GPU: what the chosen one has is told, unless the config says what it may take.
+    device = next((each for each in studio.queue.devices if each.lane == body.get("lane")), studio.queue.devices[0])
+    says_it = "memory" in fields_of(str(body["text"]))
+    options = ["--json"] + (["--memory", f"{device.memory_gib:.1f}GiB"] if device.memory_gib and not says_it else [])
     return {"job": starting.side_job(studio.queue, studio.workspace, "check", str(body["text"]), options).id}
 
 

@@ -103,7 +103,7 @@ class Tries:
             }
             write_json(self.folder / f"{name}.json", about)
             command = ["predict", *options, "--seed", str(seed), "--output", str(output)]
-            started.append(self.queue.add(Job("try", command, about, self.queue.devices[0].lane)))
+            started.append(self.queue.add(Job("try", command, about, self.queue.free_lane())))
         return started
 
     def described(self) -> list[dict[str, Any]]:
@@ -131,9 +131,10 @@ class Tries:
         return path
 
     def forget(self, name: str) -> None:
-        path = self.result(name)
-        path.unlink()
-        path.with_suffix(".json").unlink(missing_ok=True)
+        if not _ID.fullmatch(name) or not (self.folder / f"{name}.json").is_file():
+            raise DataError(f"there is no result {cut(name)}")
+        for suffix in (".png", ".json"):
+            (self.folder / f"{name}{suffix}").unlink(missing_ok=True)
 
 
 def _is_whole(value: Any) -> bool:

@@ -32,7 +32,8 @@ def summaries(workspace: Workspace, queue: Queue) -> list[dict[str, Any]]:
     for name, line in lines:
         if name in asked:
             job = asked[name]
-            line |= {"job": job.id, "state": job.state, "queued": job.job.queued if job.job else 0}
+            queued = job.job.queued if job.job else 0
+            line |= {"job": job.id, "state": job.state, "stopping": job.is_stopping, "queued": queued}
             if job.state == "queued":
                 line["status"] = "queued"
             elif job.state == "running" and line["status"] != "running":

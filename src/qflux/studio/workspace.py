@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from qflux.errors import DataError, cut
@@ -29,6 +29,8 @@ class Workspace:
     """A folder, and the places in it."""
 
     root: Path
+    _known: dict[Path, tuple[object, RunFolder]] = field(default_factory=dict, compare=False, repr=False)
+    """Runs that were read, with what told that they had not changed."""
 
     @classmethod
     def opened(cls, folder: Path) -> Workspace:
@@ -71,8 +73,18 @@ class Workspace:
         for parent in parents:
             for folder in _folders(parent):
                 if folder.resolve().is_relative_to(self.root) and RunPaths(folder).is_run:
-                    found.setdefault(folder.resolve(), RunFolder(folder))
+                    found.setdefault(folder.resolve(), self._read(folder))
         return list(found.values())
+
+    def _read(self, folder: Path) -> RunFolder:
+        """A run; one that has not changed is not read again, however often a page asks."""
+        paths = RunPaths(folder)
+        looked_at = (paths.config, paths.metrics, paths.validation, paths.samples, paths.warnings, paths.ledger)
+        stamp = [_stamp(path) for path in looked_at]
+        known = self._known.get(folder)
+        if known is None or known[0] != stamp:
+            known = self._known[folder] = (stamp, RunFolder(folder))
+        return known[1]
 
     def run(self, name: str) -> RunFolder:
         """A run by its path from here; an error if it is none."""
@@ -87,6 +99,14 @@ class Workspace:
         if not NAME.fullmatch(name) or name.endswith("."):
             raise DataError(f"{cut(name)} can't be the name of a run", "use letters, digits, dots and dashes.")
         return self.inside(f"{name}.yaml")
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
 
 
 def _folders(parent: Path) -> list[Path]:

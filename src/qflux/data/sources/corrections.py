@@ -11,6 +11,9 @@ the source has it:
 
 from __future__ import annotations
 
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,14 +43,27 @@ class Corrections:
     @classmethod
     def read(cls, folder: Path) -> Corrections:
         found = cls(folder)
-        for line in read_lines(folder / FILE):
-            if isinstance(line.get("id"), int) and isinstance(line.get("changes"), list):
-                found._did(line)
-            elif found.done and line.get("undo") == found.done[-1]["id"]:
-                found.undone.append(found.done.pop())
-            elif found.undone and line.get("redo") == found.undone[-1]["id"]:
-                found.done.append(found.undone.pop())
+        found._read()
         return found
+
+    def _read(self) -> None:
+        self.done, self.undone, self.last = [], [], 0
+        for line in read_lines(self.folder / FILE):
+            if isinstance(line.get("id"), int) and isinstance(line.get("changes"), list):
+                self._did(line)
+            elif self.done and line.get("undo") == self.done[-1]["id"]:
+                self.undone.append(self.done.pop())
+            elif self.undone and line.get("redo") == self.undone[-1]["id"]:
+                self.done.append(self.undone.pop())
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nobody else writes meanwhile, and what others have written is known: there may be several pages."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._read()
+            yield
 
     def of(self) -> dict[str, dict[str, Any]]:
         """What is said of each sample now. A value of null is none: as the source has it."""
@@ -64,25 +80,28 @@ class Corrections:
         """Write changes down. What was undone before can't be done again then."""
         for change in changes:
             _require_sound(change)
-        line = {"id": self.last + 1, "changes": changes}
-        self._write(line)
-        self._did(line)
+        with self._alone():
+            line = {"id": self.last + 1, "changes": changes}
+            self._write(line)
+            self._did(line)
 
     def undo(self) -> bool:
         """Take the last change back; false if there is none."""
-        if not self.done:
-            return False
-        self._write({"undo": self.done[-1]["id"]})
-        self.undone.append(self.done.pop())
-        return True
+        with self._alone():
+            if not self.done:
+                return False
+            self._write({"undo": self.done[-1]["id"]})
+            self.undone.append(self.done.pop())
+            return True
 
     def redo(self) -> bool:
         """Do again what was taken back last; false if there is nothing of that kind."""
-        if not self.undone:
-            return False
-        self._write({"redo": self.undone[-1]["id"]})
-        self.done.append(self.undone.pop())
-        return True
+        with self._alone():
+            if not self.undone:
+                return False
+            self._write({"redo": self.undone[-1]["id"]})
+            self.done.append(self.undone.pop())
+            return True
 
     def _did(self, line: dict[str, Any]) -> None:
         self.done.append(line)
@@ -90,7 +109,6 @@ class Corrections:
         self.last = max(self.last, line["id"])
 
     def _write(self, line: dict[str, Any]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / FILE
         if path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n"):
             with path.open("a") as file:  # behind a line that a kill has torn

@@ -27,8 +27,15 @@ export const address = (path, values) => `/api/${path}?${query(values)}`;
 
 // A job is asked about until it has ended.
 export async function ended(job, onLook = () => {}) {
+  let failures = 0;
   for (;;) {
-    const found = await get("job", { job }, true);
+    let found;
+    try { found = await get("job", { job }, ++failures < 5); } catch (error) {
+      if (failures >= 5) throw error;
+      await new Promise((done) => setTimeout(done, 1500));
+      continue;
+    }
+    failures = 0;
     onLook(found);
     if (!["queued", "running"].includes(found.state)) return found;
     await new Promise((done) => setTimeout(done, 700));

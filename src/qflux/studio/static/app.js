@@ -11,6 +11,7 @@ import * as trying from "./trying.js";
 const VIEWS = { data, new: draft, runs, compare, try: trying };
 export const session = {};
 let leave = () => {};
+let shown = 0;
 
 function stored(key, fallback) { try { return localStorage.getItem(key) ?? fallback; } catch { return fallback; } }
 function keep(key, value) { try { localStorage.setItem(key, value); } catch { /* a private window */ } }
@@ -33,12 +34,17 @@ async function choose(language, theme) {
 
 async function show() {
   leave();
+  leave = () => {};
+  const number = ++shown;
   const [name, ...rest] = location.hash.slice(1).split("/");
   const current = name in VIEWS ? name : "data";
   tabs(current);
-  const view = document.getElementById("view");
-  replace(view);
-  leave = (await VIEWS[current].show(view, session, decodeURIComponent(rest.join("/")))) ?? (() => {});
+  // Each view has a place of its own: one that is still loading when it is left must not draw into the next.
+  const place = h("div", {});
+  replace(document.getElementById("view"), place);
+  const ended = (await VIEWS[current].show(place, session, decodeURIComponent(rest.join("/")))) ?? (() => {});
+  if (number === shown) leave = ended;
+  else ended();
 }
 
 async function open() {

@@ -13,7 +13,7 @@ function draw(tag, attributes, text) {
 }
 
 export function label(value) {
-  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (typeof value !== "number" || !Number.isFinite(value)) return value ?? "–"; // NaN comes as text
   const size = Math.abs(value);
   if (size >= 10000) return Math.round(value).toLocaleString("en");
   if (size >= 100) return value.toFixed(0);
@@ -33,8 +33,8 @@ export function chart(title, lines, { whole = false } = {}) {
   const shown = lines.filter((line) => line.points.length);
   if (!shown.length) return null;
   const all = shown.flatMap((line) => line.points);
-  const xs = all.map((point) => point[0]), ys = all.map((point) => point[1]).sort((a, b) => a - b);
-  const left = Math.min(...xs), right = Math.max(...xs);
+  const ys = all.map((point) => point[1]).sort((a, b) => a - b);
+  const left = all.reduce((least, [x]) => Math.min(least, x), Infinity), right = all.reduce((most, [x]) => Math.max(most, x), -Infinity);
   // The first steps of a run would flatten everything behind them.
   let low = ys[0], high = whole ? ys[ys.length - 1] : ys[Math.floor((ys.length - 1) * 0.985)];
   if (high - low < 1e-12) { low -= Math.abs(low) * 0.1 || 0.5; high += Math.abs(high) * 0.1 || 0.5; }

@@ -7,7 +7,8 @@ import { t } from "./words.js";
 
 export async function show(view, session) {
   const runs = (await get("runs")).filter((run) => run.step);
-  const chosen = new Set(session.compared ?? runs.slice(0, 3).map((run) => run.run));
+  const there = new Set(runs.map((run) => run.run));
+  const chosen = new Set((session.compared ?? runs.slice(0, 3).map((run) => run.run)).filter((name) => there.has(name)));
   const known = new Map();
   const body = h("div", {});
   view.append(h("section", {}, h("h2", {}, t("compare.title")), h("div", { class: "bar", id: "chosen" }, runs.map((run) => h("label", {}, h("input", { type: "checkbox", value: run.run, checked: chosen.has(run.run), onchange: (event) => { if (event.target.checked) chosen.add(run.run); else chosen.delete(run.run); draw(); } }), " ", run.name))), runs.length ? null : h("p", { class: "faint" }, t("runs.none"))), body);

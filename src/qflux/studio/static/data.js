@@ -18,7 +18,7 @@ export async function show(view, session) {
 
 class Wall {
   constructor(view, session, set) {
-    Object.assign(this, { view, session, set, words: "", only: "", rows: new Map(), cards: new Map(), asked: new Set(), total: 0, masks: false, selected: 0 });
+    Object.assign(this, { view, session, set, words: "", only: "", rows: new Map(), cards: new Map(), asked: new Set(), total: 0, masks: false, selected: 0, generation: 0 });
     this.place = this.place.bind(this);
     this.keys = this.keys.bind(this);
   }
@@ -39,6 +39,7 @@ class Wall {
       h("button", { id: "redo", onclick: () => this.takeBack(true) }, t("data.redo")),
       h("button", { class: "main", id: "inspect", onclick: (event) => this.inspect(event.target) }, t("data.inspect"))),
       this.filters, this.surface);
+    this.view.append(h("button", { class: "quiet small", id: "again", onclick: async () => { this.about = await get("data", { set: this.set, again: "1" }); this.describe(); await this.again(); } }, t("data.again")));
     window.addEventListener("scroll", this.place, { passive: true });
     window.addEventListener("resize", this.place);
     document.addEventListener("keydown", this.keys);
@@ -68,18 +69,24 @@ class Wall {
   }
 
   async again() {
+    this.generation += 1;
     this.rows.clear(); this.asked.clear();
-    for (const card of this.cards.values()) card.remove();
-    this.cards.clear();
-    await this.fetch(0);
-    this.place();
+    await this.fetch(0, true);
   }
 
-  async fetch(chunk) {
+  // An answer to a question that is no longer asked is dropped; cards are drawn anew where theirs has arrived.
+  async fetch(chunk, isFirst = false) {
     if (this.asked.has(chunk)) return;
     this.asked.add(chunk);
-    const found = await get("samples", { set: this.set, start: chunk * CHUNK, count: CHUNK, words: this.words, only: this.only });
+    const generation = this.generation;
+    let found;
+    try { found = await get("samples", { set: this.set, start: chunk * CHUNK, count: CHUNK, words: this.words, only: this.only }); } catch {
+      if (generation === this.generation) setTimeout(() => this.asked.delete(chunk), 2000);
+      return;
+    }
+    if (generation !== this.generation) return;
     this.total = found.total;
+    for (const [number, card] of this.cards) if (isFirst || Math.floor(number / CHUNK) === chunk) { card.remove(); this.cards.delete(number); }
     found.rows.forEach((row, index) => this.rows.set(chunk * CHUNK + index, row));
     this.count();
     this.place();
@@ -105,7 +112,7 @@ class Wall {
   }
 
   card(row, number) {
-    const picture = (role) => address("sample-picture", { set: this.set, sample: row.name, role, v: row.is_painted ? row.version ?? 1 : undefined });
+    const picture = (role) => address("sample-picture", { set: this.set, sample: row.name, role, v: role === "mask" ? row.mask : undefined });
     const [width, height] = row.images[0];
     const frame = slider(row.images.length > 1 ? picture("control0") : null, picture("target"), { label: row.name, width: width || 1, height: height || 1 });
     Object.assign(frame.style, (width || 1) / (height || 1) > 1.35 ? { width: "100%" } : { height: "100%" });
@@ -150,9 +157,8 @@ class Wall {
   // What is on the screen anew, where it is.
   async refreshed() {
     const chunks = [...this.asked];
+    this.generation += 1;
     this.asked.clear();
-    for (const card of this.cards.values()) card.remove();
-    this.cards.clear();
     await Promise.all(chunks.map((chunk) => this.fetch(chunk)));
   }
 

@@ -38,9 +38,8 @@ export async function show(view, session) {
   const inputs = FIELDS.map(([path, kind]) => {
     const input = h("input", { type: kind === "number" ? "number" : "text", "data-path": path, id: `field-${path}` });
     const wrong = h("span", { class: "problem" });
-    const send = later(() => set_(path, kind, input), 350);
-    input.addEventListener("input", send);
-    input.addEventListener("change", send);
+    const send = () => set_(path, kind, input), soon = later(send, 350);
+    for (const event of ["input", "change"]) input.addEventListener(event, () => { waiting.set(path, send); soon(); });
     return { path, input, wrong, label: h("label", {}, t(`field.${path}`), input, wrong) };
   });
 
@@ -53,23 +52,51 @@ export async function show(view, session) {
     }
   }
 
-  async function set_(path, kind, input) {
-    const value = input.value === "" ? null : kind === "number" ? Number(input.value) : input.value;
-    if ((state.fields[path] ?? null) === value) return;
-    take(await post("draft/check", { text: text.value, set: { [path]: value } }));
+  // Changes go one after another, each on what the one before has made of the text; what is waiting is sent before a start.
+  let chain = Promise.resolve();
+  const waiting = new Map();
+  const queued = (work) => { chain = chain.then(work, work); return chain; };
+
+  function set_(path, kind, input) {
+    waiting.delete(path);
+    return queued(async () => {
+      const value = input.value === "" ? null : kind === "number" ? Number(input.value) : input.value;
+      if ((state.fields[path] ?? null) === value) return;
+      take(await post("draft/check", { text: text.value, set: { [path]: value } }));
+    });
   }
 
-  text.addEventListener("input", later(async () => take(await post("draft/check", { text: text.value })), 350));
+  function read() {
+    waiting.delete("text");
+    return queued(async () => {
+      const sent = text.value;
+      const found = await post("draft/check", { text: sent });
+      if (text.value === sent) take(found); // else somebody types on, and will be read again
+    });
+  }
+
+  const soon = later(read, 350);
+  text.addEventListener("input", () => { waiting.set("text", read); soon(); });
+  async function settled() {
+    for (const send of [...waiting.values()]) await send();
+    await chain;
+  }
 
   async function check() {
+    await settled();
     replace(plan, h("p", { class: "faint" }, t("new.checking")));
-    const { job } = await post("draft/plan", { text: text.value });
-    const found = await ended(job);
+    let found;
+    try {
+      const { job } = await post("draft/plan", { text: text.value, lane: lane.value });
+      found = await ended(job);
+    } catch { replace(plan); return; }
     if (!found.checks.length) { replace(plan, h("pre", { class: "log" }, found.log.slice(-3000))); return; }
     replace(plan, memory(found.checks), h("table", {}, found.checks.map((item) => h("tr", {}, h("td", {}, h("span", { class: `badge ${item.state === "ok" ? "done" : item.state}` }, t(`check.${item.state}`))), h("th", {}, item.what), h("td", {}, item.detail, item.remedy ? h("div", { class: "faint" }, `→ ${item.remedy}`) : null)))));
   }
 
   const start = h("button", { class: "main", id: "start", onclick: async () => {
+    await settled();
+    if (state.problems.length) return;
     start.disabled = true;
     try {
       const found = await post("run/start", { text: text.value, lane: lane.value });

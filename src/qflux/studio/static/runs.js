@@ -11,7 +11,9 @@ export async function show(view, session, name) {
 
 function listen(values, onNews) {
   const source = new EventSource(`/api/events?${query(values)}`);
-  source.onmessage = (event) => onNews(JSON.parse(event.data));
+  let isTold = false;
+  source.onmessage = (event) => { isTold = false; onNews(JSON.parse(event.data)); };
+  source.onerror = () => { if (!isTold) { isTold = true; notice(t("runs.lost"), true); } };
   return () => source.close();
 }
 
@@ -40,6 +42,13 @@ async function all(view, session) {
   return listen({}, (news) => draw(news.runs));
 }
 
+// A stream that was lost begins again with what is known already.
+function merged(known, fresh) {
+  const last = known.length ? known[known.length - 1][0] : -1;
+  const all = known.concat(fresh.filter(([step]) => step > last));
+  return all.length > 2000 ? all.filter((_, index) => index % 2 === 0 || index === all.length - 1) : all;
+}
+
 async function one(view, session, name) {
   const head = h("section", {}), charts = h("section", {}), edits = h("section", {}), log = h("pre", { class: "log", id: "log" }), out = h("section", {});
   const config = h("pre", { class: "log" });
@@ -47,21 +56,24 @@ async function one(view, session, name) {
   let shownStep = null;
   view.append(head, charts, edits, out, h("section", {}, h("details", {}, h("summary", {}, t("run.config")), config)), h("section", {}, h("h3", {}, t("run.log")), log));
 
+  // The head is drawn anew every second: a click must count where it began.
+  const stop = () => { if (run.stopping) return; run.stopping = true; act("stop", () => notice(t("run.stopping"))); };
   const act = async (path, after) => { await post(`run/${path}`, { run: name }); after?.(); run = await get("run", { run: name }); draw(); };
 
   function draw() {
     const active = ["running", "preparing", "finishing", "queued"].includes(run.status) || ["running", "queued"].includes(run.state);
     replace(head, h("div", { class: "bar" }, h("h2", { style: { margin: 0 } }, run.name), status(run), h("span", { class: "grow" }),
-      active ? h("button", { id: "stop", onclick: () => act("stop", () => notice(t("run.stopping"))) }, t("run.stop")) : null,
+      active ? h("button", { id: "stop", disabled: Boolean(run.stopping), onpointerdown: (event) => { event.preventDefault(); stop(); }, onclick: () => stop() }, t(run.stopping ? "run.is_stopping" : "run.stop")) : null,
       !active && run.status !== "finished" ? h("button", { class: "main", id: "resume", onclick: () => act("resume") }, t("run.resume")) : null,
       h("button", { id: "duplicate", onclick: async () => { session.duplicate = await post("run/duplicate", { run: name }); location.hash = "new"; } }, t("run.duplicate")),
       !active ? h("button", { id: "delete", onclick: async () => { if (confirm(t("run.really_delete", { name: run.name }))) { await post("run/delete", { run: name }); location.hash = "runs"; } } }, t("run.delete")) : null),
-    h("div", { class: "numbers" }, [["step", run.step === undefined ? "–" : `${run.step} / ${run.total ?? "?"}`], ["loss", label(run.loss)], ["tokens", label(run.tokens_per_second)], ["memory", run.memory ? `${run.memory.toFixed(1)} GiB` : "–"], ["remaining", run.status === "running" ? duration(run.remaining) : "–"]].map(([key, value]) => h("div", {}, h("b", { id: `number-${key}` }, value), h("span", {}, t(`run.${key}`))))),
+    h("div", { class: "numbers" }, [["step", run.step === undefined ? "–" : `${run.step} / ${run.total ?? "?"}`], ["loss", label(run.loss)], ["tokens", label(run.tokens_per_second)], ["memory", typeof run.memory === "number" ? `${run.memory.toFixed(1)} GiB` : "–"], ["remaining", run.status === "running" ? duration(run.remaining) : "–"]].map(([key, value]) => h("div", {}, h("b", { id: `number-${key}` }, value), h("span", {}, t(`run.${key}`))))),
     run.total ? progress(run) : null,
     (run.warnings ?? []).slice(-3).map((text) => h("p", { class: "small", style: { color: "var(--warn)" } }, text)));
     drawCharts();
+    const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 30;
     log.textContent = run.log ?? "";
-    log.scrollTop = log.scrollHeight;
+    if (isAtEnd) log.scrollTop = log.scrollHeight;
     config.textContent = run.config ?? "";
   }
 
@@ -131,7 +143,7 @@ async function one(view, session, name) {
       return;
     }
     Object.assign(run, now);
-    for (const [key, points] of Object.entries(news.curves ?? {})) (run.curves[key] ??= []).push(...points);
+    for (const [key, points] of Object.entries(news.curves ?? {})) run.curves[key] = merged(run.curves[key] ?? [], points);
     const job = news.jobs.find((item) => item.id === run.job);
     if (job && job.state === "running") run.log = (await get("job", { job: run.job }, true)).log;
     draw();

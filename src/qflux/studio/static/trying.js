@@ -40,10 +40,10 @@ export async function show(view, session) {
     if (!found || JSON.stringify(found) === told) return;
     told = JSON.stringify(found);
     replace(results, found.length ? found.map((item) => h("article", { "data-state": item.state },
-      item.state === "done" ? slider(item.images[0] ? address("upload", { id: item.images[0] }) : null, address("try", { id: item.try }), { label: item.prompt }) : h("p", { class: "faint" }, h("span", { class: `badge ${item.state}` }, t(`status.${item.state}`))),
+      item.state === "done" ? slider(item.images[0] ? address("upload", { id: item.images[0] }) : null, address("try", { id: item.try }), { label: item.prompt }) : h("p", { class: "faint" }, h("span", { class: `badge ${item.state}` }, t(`status.${item.state}`)), item.state === "failed" && item.job ? h("button", { class: "quiet small", onclick: async () => notice((await get("job", { job: item.job })).log.slice(-600), true) }, t("try.why")) : null),
       h("p", {}, item.prompt),
       h("p", { class: "small faint" }, `${item.run} · ${t(`try.${item.lora === "none" ? "without" : item.lora}`)} × ${item.strength} · ${t("try.seed")} ${item.seed}`),
-      item.state === "done" ? h("div", { class: "bar" }, h("a", { href: address("try", { id: item.try }), download: `${item.try}.png`, class: "small" }, t("try.download")), h("button", { class: "quiet small", onclick: async () => { await post("try/forget", { id: item.try }); look(); } }, t("try.forget"))) : null)) : h("p", { class: "faint" }, t("try.none")));
+      h("div", { class: "bar" }, item.state !== "done" ? null : h("a", { href: address("try", { id: item.try }), download: `${item.try}.png`, class: "small" }, t("try.download")), ["queued", "running"].includes(item.state) ? null : h("button", { class: "quiet small", onclick: async () => { await post("try/forget", { id: item.try }); look(); } }, t("try.forget"))))) : h("p", { class: "faint" }, t("try.none")));
   }
   await look();
   const timer = setInterval(look, 1500);

@@ -4,8 +4,6 @@ import { h, notice, replace } from "./dom.js";
 import { slider } from "./slider.js";
 import { known, t } from "./words.js";
 
-let version = 1;
-
 export function view({ set, number, total, row, change, painted }) {
   let at = number;
   const dialog = h("dialog", { id: "viewer" });
@@ -22,7 +20,7 @@ export function view({ set, number, total, row, change, painted }) {
   async function draw() {
     const sample = await row(at);
     if (!sample) return;
-    const picture = (role) => address("sample-picture", { set, sample: sample.name, role, large: "1", v: String(version) });
+    const picture = (role) => address("sample-picture", { set, sample: sample.name, role, large: "1", v: role === "mask" ? sample.mask : undefined });
     const [width, height] = sample.images[0];
     const frame = slider(sample.images.length > 1 ? picture("control0") : null, picture("target"), { label: sample.name, width: width || 1, height: height || 1 });
     const room = Math.min(window.innerHeight * 0.66, 760);
@@ -39,7 +37,7 @@ export function view({ set, number, total, row, change, painted }) {
         sample.original ? h("button", { onclick: async () => { await change([{ sample: sample.name, prompt: null }]); await draw(); } }, t("viewer.original")) : null),
       h("label", {}, h("input", { type: "checkbox", id: "exclude", checked: sample.excluded, onchange: async (event) => { await change([{ sample: sample.name, excluded: event.target.checked || null }]); } }), " ", t("viewer.exclude")),
       h("div", { class: "bar" }, h("button", { id: "paint", onclick: () => paint(sample, frame, side, picture) }, t(sample.has_mask ? "viewer.paint_more" : "viewer.paint")),
-        sample.is_painted ? h("button", { onclick: async () => { await change([{ sample: sample.name, mask: null }]); version += 1; await draw(); } }, t("viewer.unpaint")) : null),
+        sample.is_painted ? h("button", { onclick: async () => { await change([{ sample: sample.name, mask: null }]); await draw(); } }, t("viewer.unpaint")) : null),
       sample.captions.length ? h("div", { class: "small faint" }, h("b", {}, t("viewer.captions")), sample.captions.map((caption) => h("p", {}, caption))) : null,
       findings);
     replace(dialog, h("button", { class: "close quiet", "aria-label": t("close"), onclick: close }, "✕"), h("h2", {}, sample.name), h("div", { class: "viewer" }, stage, side),
@@ -81,7 +79,6 @@ export function view({ set, number, total, row, change, painted }) {
       h("button", { class: "main", id: "save-mask", onclick: async () => {
         const blob = await new Promise((made) => canvas.toBlob(made, "image/png"));
         await put("mask", blob, { set, sample: sample.name });
-        version += 1;
         notice(t("viewer.mask_saved"));
         await painted();
         await draw();
