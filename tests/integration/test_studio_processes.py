@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
@@ -135,7 +136,7 @@ def test_a_table_that_is_there_is_not_written_again(tmp_path):
     (found,) = Library(workspace).sets()
     assert found["samples"] == 1, "in a folder of the folder"
     (table,) = tmp_path.glob("*.pairs.jsonl")
-    changed = table.read_text().replace('"x"', '"by hand"')
+    changed = json.dumps(json.loads(table.read_text()) | {"prompt": "by hand"}) + "\n"
     table.write_text(changed)
     data = Library(workspace)[found["id"]]
     assert data.window(0, 5, "", "")["rows"][0]["prompt"] == "by hand"
