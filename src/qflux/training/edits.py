@@ -103,7 +103,8 @@ class DrawnEdits:
         self._dtype = dtype_of(config.model.dtype)
         self._samples = _varied(samples, config.validation.images)
         self._through_vae: dict[str, tuple[Image.Image, Image.Image | None]] = {}
-        self._likeness = Likeness(config.validation.perceptual)
+        named = config.validation.perceptual
+        self._likeness = Likeness(named) if named else None
 
     def __call__(self, model: TrainedModel, steps: int | None = None, count: int | None = None) -> list[DrawnEdit]:
         """Draw them all (or `count`), as one batch; by default with the configured number of steps."""
@@ -153,7 +154,8 @@ class DrawnEdits:
         given = [self._given(sample, number, *item) for number, item in enumerate(latents_given)]
         shown = None if mask is None else _mask_picture(mask, output.size)
         measures = measure(output, control, wanted, mask, original=given[0])
-        measures = self._likeness.added(measures, output, control, wanted)
+        if self._likeness is not None:
+            measures = self._likeness.added(measures, output, control, wanted)
         return DrawnEdit(sample.name, sample.prompt, output, given[0], tuple(given[1:]), shown, drift, measures)
 
     def _references(self, encoded: EncodedSample) -> tuple[Image.Image, Image.Image | None]:
