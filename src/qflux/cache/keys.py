@@ -55,7 +55,7 @@ class SampleKeys:
     @property
     def key(self) -> str:
         """Of the sample as a whole, with all its captions; what dropout leaves of it does not matter."""
-        captions = sorted((variant.number, key) for variant, key in self.texts if variant.is_complete)
+        captions = sorted((variant.number, key) for variant, key in self.texts if variant.caption and variant.controls)
         text: object = captions[0][1] if len(captions) == 1 else [key for _, key in captions]
         return key_of("sample", VERSION, text, self.images, self.mask)
 
@@ -87,7 +87,7 @@ class Manifest:
     def text_tokens(self) -> int:
         """Of the prompt as it is; of several captions, the longest."""
         texts = zip(self.keys.texts, self.lengths, strict=True)
-        return max(tokens for (variant, _), tokens in texts if variant.is_complete)
+        return max(tokens for (variant, _), tokens in texts if variant.caption and variant.controls)
 
     def dump(self) -> dict[str, Any]:
         keys = self.keys
