@@ -181,8 +181,11 @@ def test_from_pairs_to_a_lora_that_is_taken_away(pairs, tmp_path):
             area,
         )
         wait_for(lambda: page.value("[id='field-lora.rank']") == "4")
+        page.write("[id='field-memory']", "24GB")
+        wait_for(lambda: 'memory: "24GB"' in page.value("#yaml"))
         page.click("#check")
         page.until("#plan table", "4,000 steps")
+        page.until("#memory .legend", "spare 22")
         page.shot("new")
         page.click("#start")
 

@@ -111,13 +111,15 @@ export async function show(view, session) {
   if (session.duplicate) { const found = session.duplicate; session.duplicate = null; take(found); } else await begin();
 }
 
-// Parts of a GPU's memory as a bar, where the plan speaks of them: "weights 11.9, activations 6.2 … of 24 GiB".
+// Parts of a GPU's memory as a bar: "weights 11.9, what trains 0.2, activations 6.2: 18.3 of 22.4 GiB".
 function memory(checks) {
-  const text = checks.map((item) => item.detail).join("\n");
-  const whole = /of (?:the )?([\d.]+) GiB/.exec(text);
-  const parts = [["weights", "#2563eb"], ["activations", "#ea580c"], ["optimizer", "#059669"]].map(([name, colour]) => [name, colour, new RegExp(`${name}[^\\d]{0,24}([\\d.]+)`).exec(text)]).filter(([, , found]) => found);
-  if (!whole || !parts.length) return null;
+  const text = checks.find((item) => item.what === "memory")?.detail ?? "";
+  const whole = /: [\d.]+ of ([\d.]+) GiB/.exec(text);
+  if (!whole) return null;
   const total = Number(whole[1]);
-  return h("div", {}, h("div", { class: "memory" }, parts.map(([name, colour, found]) => h("i", { title: `${name} ${found[1]} GiB`, style: { width: `${(100 * Number(found[1])) / total}%`, background: colour } }))),
-    h("div", { class: "legend" }, parts.map(([name, colour, found]) => h("span", {}, h("i", { style: { background: colour } }), `${name} ${found[1]} GiB`)), h("span", {}, `${total} GiB`)));
+  const parts = [["weights", "#2563eb"], ["what trains", "#059669"], ["activations", "#ea580c"]]
+    .map(([name, colour]) => [t(`memory.${name}`), colour, Number(new RegExp(`${name} ([\\d.]+)`).exec(text)?.[1] ?? 0)]);
+  parts.push([t("memory.spare"), "transparent", Math.max(0, total - parts.reduce((sum, part) => sum + part[2], 0))]);
+  return h("div", { id: "memory" }, h("div", { class: "memory" }, parts.map(([name, colour, size]) => h("i", { title: `${name} ${size.toFixed(1)} GiB`, style: { width: `${(100 * size) / total}%`, background: colour } }))),
+    h("div", { class: "legend" }, parts.map(([name, colour, size]) => h("span", {}, h("i", { style: { background: colour } }), `${name} ${size.toFixed(1)} GiB`))));
 }
