@@ -88,6 +88,10 @@ def desk(tmp_path_factory):
     (desk / "my_table.csv").write_text(f"first,second,final,words\n{table}")
     (desk / "shots").symlink_to(desk / "my_pairs" / "shots")
     (desk / "edits.csv").write_text("image,prompt\nphoto.jpg,make it snow\n")
+    (desk / "my_edits").mkdir()
+    for name in ("cat", "cat_wanted"):
+        shutil.copy(desk / "photo.jpg", desk / f"my_edits/{name}.jpg")
+    (desk / "my_edits/cat.txt").write_text("make it snow")
     (desk / "face_seg.yaml").write_text(
         "trainer: FluxKontext\nmodel: {pretrained_model_name_or_path: x/y, lora: {r: 8, lora_alpha: 8}}\n"
         "data: {init_args: {dataset_path: [my_data]}, batch_size: 2}\nlogging: {tags: [a]}\n"

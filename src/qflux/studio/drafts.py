@@ -105,6 +105,10 @@ def _changed(text: str, path: str, value: Any) -> str:
 
 def _end_line(node: yaml.Node) -> int:
     """The last line that a value stands on."""
+    if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
+        # A block ends, for the parser, where the next thing begins.
+        parts = node.value if isinstance(node, yaml.SequenceNode) else [value for _, value in node.value]
+        return max(map(_end_line, parts))
     end = node.end_mark
     return end.line - 1 if end.column == 0 and end.line > node.start_mark.line else end.line
 
