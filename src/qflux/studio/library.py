@@ -144,7 +144,8 @@ class DataSet:
             image.thumbnail((side, side), Image.Resampling.LANCZOS)
             buffer = io.BytesIO()
             image.save(buffer, "PNG" if is_mask else "WEBP", quality=86, method=2)
-            write_bytes(file, buffer.getvalue())
+            with self._lock:  # two requests for one picture would write to one unfinished file
+                write_bytes(file, buffer.getvalue())
         return file.read_bytes(), "image/png" if is_mask else "image/webp"
 
     def _ref(self, sample: ListedSample, role: str) -> tuple[ImageRef, bool]:

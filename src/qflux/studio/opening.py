@@ -56,6 +56,7 @@ def serve(opening: Opening, say: Callable[[str], None]) -> None:
     if opening.browser:
         threading.Timer(0.5, lambda: webbrowser.open(shown)).start()
     studio.queue.open()
+    threading.Thread(target=studio.library.sets, daemon=True).start()  # while the browser opens
     config = uvicorn.Config(
         guard, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1
     )
