@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from PIL import Image
 
 from qflux.config import load_config
@@ -55,7 +56,7 @@ def test_pictures_in_their_own_layout_are_opened_corrected_and_trained_on(pictur
 
     # And in a terminal in that folder, the config means the same.
     monkeypatch.chdir(pictures)
-    (source,) = load_config({**__import__("yaml").safe_load(text)}).data.training_sources
+    (source,) = load_config(yaml.safe_load(text)).data.training_sources
     listing = read_source(source)
     assert not listing.faults
     assert {sample.prompt for sample in listing.samples} == {"make it night", "make it dark"}
