@@ -12,7 +12,7 @@ from qflux.config import LoraSettings
 from qflux.data.encoded import TextEmbedding
 from qflux.models import get_family
 from qflux.models.family import ModelInputs
-from qflux.models.mlp import gelu_linear, linear_of_two
+from qflux.models.mlp import gelu_beside, linear_of_two
 from qflux.ragged import fused
 from qflux.ragged.heads import join_heads, join_turned_heads, turned_heads
 from qflux.ragged.layout import PackedLayout
@@ -74,10 +74,10 @@ def test_heads(randn, heads, norm, width):
 
 
 def test_products_around_a_gelu(randn):
-    tokens, first = randn(300, 256), randn(300, 256)
+    tokens, first, second = randn(300, 256), randn(300, 256), randn(300, 1024)
     inner, outer = (nn.Linear(*size).to("cuda", tokens.dtype) for size in ((256, 1024), (1280, 256)))
-    assert_same(lambda: gelu_linear(inner, tokens))
-    assert_same(lambda: linear_of_two(outer, first, gelu_linear(inner, tokens)))
+    assert_same(lambda: linear_of_two(outer, first, second))
+    assert_same(lambda: gelu_beside(inner, outer, tokens, first))
 
 
 @pytest.mark.parametrize("adapter", [False, True])

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from qflux.memory.hosting import HostedInputs
+from qflux.ragged.eightbit.linear import EightBitLinear
 from qflux.ragged.recomputed.kept import Record
 from qflux.ragged.recomputed.unread import LastLinear, Unread, leaving_out
 
@@ -75,15 +76,18 @@ def _prepared(block: Any) -> bool:
     if any(parameter.requires_grad for parameter in gates) or None in layers:
         return False
     for layer in layers:
-        assert layer is not None
-        layer.__class__ = LastLinear
+        if isinstance(layer, EightBitLinear):
+            layer.is_last = True
+        else:
+            assert layer is not None
+            layer.__class__ = LastLinear
     return True
 
 
 def _frozen(layer: nn.Module) -> nn.Linear | None:
     """The layer itself, or the one below its LoRA, if it can be left out."""
     base = layer.base_layer if hasattr(layer, "lora_A") and not layer.lora_variant else layer
-    if type(base) not in (nn.Linear, LastLinear) or not isinstance(base, nn.Linear):
+    if type(base) not in (nn.Linear, LastLinear, EightBitLinear) or not isinstance(base, nn.Linear):
         return None
     weight = base.weight
     is_plain = type(weight) is nn.Parameter and not weight.requires_grad and weight.dtype != torch.float16

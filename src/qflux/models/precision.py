@@ -7,7 +7,7 @@ torchao. ADD A PRECISION HERE: a line in `_KINDS`, and its name in `ModelSetting
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from diffusers import BitsAndBytesConfig, TorchAoConfig
 from torch import nn
 
 from qflux.errors import ConfigError
+from qflux.ragged.eightbit.linear import EightBitLinear, EightBitWeight, is_eight_bit
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -28,6 +29,27 @@ def quantization_config(kind: str, dtype: torch.dtype) -> Any:
     """diffusers' config for a kind of quantization; arithmetic stays in `dtype`."""
     module, make = _KINDS[kind]
     return make(_need(module, kind), dtype)
+
+
+EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+"""What `model.precision` calls the kinds that are computed with."""
+
+
+def compute_in_eight_bits(blocks: Iterable[Any], precision: str, device: torch.device | None = None) -> None:
+    """Let the frozen linear layers of blocks compute in 8 bits; those that make modulation are only kept in them.
+
+    Adapters must have been added already: PEFT would give theirs the dtype of the weight. Each layer is rounded on
+    `device`, and stays where it is.
+    """
+    for block in blocks:
+        gates = {id(module) for name in block.unread.gates for module in block.get_submodule(name).modules()}
+        for layer in block.modules():
+            if not isinstance(layer, nn.Linear) or layer.weight.requires_grad or is_eight_bit(layer):
+                continue
+            if id(layer) in gates:
+                EightBitWeight.convert(layer, device)
+            else:
+                EightBitLinear.convert(layer, EIGHT_BITS[precision], device)
 
 
 _BYTES = {"nf4": 0.5625, "int8": 1.0, "fp8": 1.0}

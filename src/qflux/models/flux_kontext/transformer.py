@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qflux.models.by_ids import RaggedByIds, Tokens
 from qflux.models.compat import picklable, register_blocks, require_plain_attention, take_mask
-from qflux.models.mlp import gelu_feed_forward, gelu_linear, linear_of_two
+from qflux.models.mlp import gelu_beside, gelu_feed_forward
 from qflux.ragged.attention import contiguous_gradient
 from qflux.ragged.heads import join_heads, join_turned_heads, turned_heads
 from qflux.ragged.layout import RaggedLayout
@@ -112,7 +112,7 @@ class RaggedFluxSingleBlock(FluxSingleTransformerBlock):
         query = turned_heads(query, attn.norm_q, image_rotary_emb)
         key = turned_heads(key, attn.norm_k, image_rotary_emb)
         attended = layout.attend(query, key, value).flatten(1)
-        out = linear_of_two(self.proj_out, attended, gelu_linear(self.proj_mlp, tokens))
+        out = gelu_beside(self.proj_mlp, self.proj_out, tokens, attended)
         return clip_fp16(add_gated(hidden_states, gate, out, of_joint))
 
 

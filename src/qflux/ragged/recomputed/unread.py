@@ -39,6 +39,11 @@ def leaving_out() -> Iterator[None]:
         _LEFT_OUT.reset(token)
 
 
+def is_left_out() -> bool:
+    """Whether the product of a last layer is not wanted now."""
+    return _LEFT_OUT.get()
+
+
 _LEFT_OUT: ContextVar[bool] = ContextVar("left_out", default=False)
 
 
@@ -56,7 +61,7 @@ class LastLinear(nn.Linear):
 # recomputation are the same code, and save the same tensors.
 @torch.library.custom_op("qflux::last_product", mutates_args=())
 def _product(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if _LEFT_OUT.get():
+    if is_left_out():
         return _nothing(tokens, len(weight))
     return F.linear(tokens, weight, bias)
 

@@ -1,0 +1,68 @@
+"""Rows of 8-bit numbers, each with a scale of its own.
+
+A token's scale is the largest of its own channels: what a sample becomes does not depend on the others of its batch.
+
+Shapes: T tokens, C channels.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import torch
+from torch import Tensor
+
+from qflux.ragged import fused
+
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+"""The greatest number of each kind: what the largest of a row becomes."""
+SMALLEST = 1e-30
+"""A scale at least; a row of zeros stays one."""
+
+Rows = tuple[Tensor, Tensor]
+"""Numbers `(T, C)` in 8 bits, and what each row is to be multiplied by, `(T,)` in float32."""
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether there is Triton for it; a compiler writes kernels by itself, and joins them to what comes before."""
+    return fused.HAS_TRITON and x.is_cuda and not torch.compiler.is_compiling()
+
+
+def in_rows(x: Tensor, dtype: torch.dtype, factor: Tensor | None = None) -> Rows:
+    """`x` `(T, C)`, its channels multiplied by a factor `(C,)` if there is one, rounded to 8 bits row by row.
+
+    A row with a NaN or an infinity gets a scale that is none either, so that it is seen in the product.
+    """
+    if has_kernels(x):
+        from qflux.ragged.eightbit import kernels
+
+        return kernels.in_rows(x, dtype, factor, LARGEST[dtype], SMALLEST)
+    values = x.float() if factor is None else x.float() * factor
+    scale = (values.abs().amax(dim=1) / LARGEST[dtype]).clamp_min(SMALLEST)
+    values = values / scale[:, None]
+    return (values.round() if dtype == torch.int8 else values).to(dtype), scale
+
+
+def in_rows_once(x: Tensor, dtype: torch.dtype) -> Rows:
+    """`in_rows`, remembered until something else is asked for: queries, keys and values are made of the same tokens.
+
+    For code that runs without a gradient as it is written; a compiler finds repetitions by itself.
+    """
+    if torch.is_inference(x):  # has no version, so that nobody can tell whether it has changed
+        return in_rows(x, dtype)
+    key = x._version, x.shape, x.stride(), dtype
+    if _LAST.of is not None and _LAST.of() is x and _LAST.key == key:
+        return _LAST.rows
+    rows = in_rows(x, dtype)
+    _LAST.of, _LAST.key, _LAST.rows = weakref.ref(x), key, rows
+    return rows
+
+
+class _Last(threading.local):
+    of: weakref.ref[Tensor] | None = None
+    key: tuple[object, ...] = ()
+    rows: Rows
+
+
+_LAST = _Last()
