@@ -43,6 +43,44 @@ def test_every_kind_of_adapter_trains_resumes_and_predicts(config, tmp_path, kin
     assert np.abs(np.asarray(plain, dtype=int) - np.asarray(edited, dtype=int)).max() > 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        ("lora", "fp8"),
+        pytest.param("lora", "int8", marks=pytest.mark.slow),
+        pytest.param("dora", "fp8", marks=pytest.mark.slow),
+        pytest.param("lokr", "int8", marks=pytest.mark.slow),
+        pytest.param("loha", "fp8", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_over_8_bit_products_train_resume_and_predict(config, kind, precision):
+    shared = [f"lora.type={kind}", f"model.precision={precision}", "optimizer.init_args={lr: 0.02}"]
+    whole = Trainer(config(*shared, "run_name=whole", "train.max_train_steps=4")).fit()
+    Trainer(config(*shared, "run_name=part", "train.max_train_steps=2")).fit()
+    sizes = ["predict.num_inference_steps=2", "predict.preprocessing=config"]
+    settings = config(*shared, "run_name=part", "train.max_train_steps=4", *sizes)
+    rest = Trainer(settings).fit()
+    assert rest.adapter.read_bytes() == whole.adapter.read_bytes()
+    fuller = config(*shared[::2], "run_name=fuller", "train.max_train_steps=4", *sizes)
+    reference = [line["loss"] for line in lines(fuller)] if Trainer(fuller).fit() else []
+    found = [line["loss"] for line in lines(settings)]
+    assert found == pytest.approx(reference, rel=0.05)
+    assert found != reference
+
+    image = Image.effect_noise((96, 96), 80).convert("RGB")
+    (ours,), (theirs,) = (Trainer(c).predict([[image]], ["x"], lora=rest.adapter) for c in (settings, fuller))
+    difference = np.abs(np.asarray(ours, dtype=int) - np.asarray(theirs, dtype=int))
+    assert 0 < difference.mean() < 16
+
+
+@pytest.mark.parametrize(
+    "others", ["train.method=full", "model.quantization=int8", "train.distributed=fsdp"], ids=lambda item: item
+)
+def test_8_bit_products_are_refused_where_they_can_not_be(config, others):
+    with pytest.raises(ConfigError, match=r"model\.precision"):
+        config("model.precision=fp8", others)
+
+
 def test_full_fine_tuning_writes_a_transformer_that_diffusers_loads_and_predict_uses(config):
     settings = config("train.method=full", "train.max_train_steps=3", *SGD, "predict.num_inference_steps=2")
     result = Trainer(settings).fit()

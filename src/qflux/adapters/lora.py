@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from qflux.adapters.layers import FOREIGN, LoraLayer, LoraLayers
 from qflux.config import LoraSettings
 from qflux.errors import CheckpointError, ConfigError
+from qflux.ragged.eightbit.linear import is_eight_bit
 
 ADAPTER = "default"
 KINDS: dict[str, type[PeftConfig]] = {"LORA": LoraConfig, "LOKR": LoKrConfig, "LOHA": LoHaConfig}
@@ -44,7 +45,8 @@ class _InBaseDtype:
 
     def get_delta_weight(self, *args: Any, **options: Any) -> Tensor:
         weight: Tensor = super().get_delta_weight(*args, **options)  # type: ignore[misc]
-        return weight.to(self.get_base_layer().weight.dtype)  # type: ignore[attr-defined]
+        base = self.get_base_layer()  # type: ignore[attr-defined]
+        return weight.to(base.computes_in if is_eight_bit(base) else base.weight.dtype)
 
 
 class _LoKrLinear(_InBaseDtype, LoKrLinear): ...

@@ -23,7 +23,7 @@ from qflux.memory.hosting import IN_FLIGHT
 from qflux.memory.recomputation import recompute
 from qflux.memory.streaming import SLOTS
 from qflux.models.family import Family, ModelInputs
-from qflux.models.precision import dtype_of, weight_bytes
+from qflux.models.precision import compute_in_eight_bits, dtype_of, runnable, weight_bytes
 from qflux.ragged.recomputed.unread import LastLinear
 from qflux.ragged.shapes import Shapes
 
@@ -161,12 +161,21 @@ class Footprint:
         return int(self.weights(choice) + self.trained + self.activations(choice)(tokens))
 
     @classmethod
-    def of(cls, config: Config, family: Family, transformer: Any, text: int = 512) -> Footprint:
-        """From a transformer on the `meta` device, which is taken apart; a typical sample has `text` tokens of text."""
+    def of(
+        cls, config: Config, family: Family, transformer: Any, text: int = 512, device: torch.device | None = None
+    ) -> Footprint:
+        """From a transformer on the `meta` device, which is taken apart; a typical sample has `text` tokens of text.
+
+        `device` is where it is to train, as far as that decides what it can compute in.
+        """
         is_full, quantized, dtype = config.train.method == "full", config.model.quantization, config.model.dtype
+        precision = runnable(config.model.precision, device)
         transformer.to(torch.float32 if is_full else dtype_of(dtype)).requires_grad_(is_full).train()
         kinds = _kinds(transformer, family.blocks(transformer))
-        whole, own = weight_bytes(transformer, quantized), [weight_bytes(each[0], quantized) for each in kinds]
+        own = [weight_bytes(each[0], quantized or precision) for each in kinds]
+        whole = weight_bytes(transformer, quantized)
+        if precision:  # of blocks alone
+            whole -= sum(len(each) * (weight_bytes(each[0]) - bytes_) for each, bytes_ in zip(kinds, own, strict=True))
         transformer.to(dtype_of(dtype))
         counts = [len(each) for each in kinds]
         _shorten(transformer, kinds)
@@ -174,6 +183,8 @@ class Footprint:
         if not is_full:
             with torch.device("meta"):
                 inject(transformer, config.lora, config.lora_targets, config.seed, is_whole=False)
+            if precision:
+                compute_in_eight_bits(family.blocks(transformer), precision)
         trials = _Trials(config, family, transformer, kinds, text)
         (stored, around_stored), (recomputed, around_recomputed) = trials.lines(False), trials.lines(True)
         attention = [more.plus(less, -1) for more, less in zip(trials.lines(True, True)[0], recomputed, strict=True)]

@@ -296,7 +296,7 @@ def _too_small(config: Config, footprint: Footprint, card: Card, longest: int, w
         remedies.insert(0, "let weights wait in host memory (train.streamed_blocks: auto)")
     if config.train.gradient_checkpointing not in ("auto", True):
         remedies.insert(0, "set train.gradient_checkpointing: auto")
-    if config.model.quantization is None and config.train.method == "lora":
+    if config.model.quantization is None and config.model.precision is None and config.train.method == "lora":
         remedies.append("quantize the base (model.quantization: fp8, int8 or nf4)")
     return ConfigError(
         f"{_gib(card.memory)} GiB of {card.name} are too little: the longest sample has {longest:,} tokens, and a pass "

@@ -43,7 +43,7 @@ class Shortage:
             ways.append(f"set data.max_tokens: {max(*self.lengths, self.tokens * 3 // 4)}")
         else:
             ways.append("choose smaller areas in data.processor")
-        if config.model.quantization is None and config.train.method == "lora":
+        if config.model.quantization is None and config.model.precision is None and config.train.method == "lora":
             ways.append("quantize the base (model.quantization: fp8, int8 or nf4)")
         if config.train.method == "full":
             ways.append("shard the model over several GPUs (train.distributed: fsdp)")

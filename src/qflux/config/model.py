@@ -38,6 +38,12 @@ class ModelSettings(Section):
         description="of the frozen transformer: nf4 needs qflux[bitsandbytes], int8 and fp8 qflux[torchao]",
         json_schema_extra=DECIDES,
     )
+    precision: Literal["fp8", "int8"] | None = Field(
+        default=None,
+        description="of products with frozen weights of blocks, forward and backward: fp8 (RTX 40, H100 and later) or "
+        "int8 (RTX 30, A100 and later); default: dtype",
+        json_schema_extra=DECIDES,
+    )
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, …", json_schema_extra=FREE)
     max_sequence_length: int | None = Field(
         default=None,

@@ -102,6 +102,19 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _what_is_frozen_may_compute_in_eight_bits(self) -> Config:
+        if self.model.precision and self.train.method == "full":
+            raise ValueError("train.method: full trains every weight, and model.precision is for frozen ones; set one")
+        if self.model.precision and self.model.quantization:
+            raise ValueError(
+                "model.precision and model.quantization both say how the base is kept; the first also computes in 8 "
+                "bits, which is faster: leave the second out"
+            )
+        if self.model.precision and self.train.distributed == "fsdp":
+            raise ValueError("model.precision and train.distributed: fsdp do not go together; use ddp")
+        return self
+
+    @model_validator(mode="after")
     def _sizes_fit_the_family(self) -> Config:
         multiple, processor = registry.facts_of(self.family).size_multiple, self.data.processor
         named: dict[str, Sequence[Any]] = {

@@ -1,12 +1,15 @@
 """In what precision weights are kept and computed with.
 
-Frozen weights may be kept in fewer bits, as diffusers loads them: nf4 through bitsandbytes, int8 and fp8 through
-torchao. ADD A PRECISION HERE: a line in `_KINDS`, and its name in `ModelSettings.quantization`.
+Frozen weights of blocks may be computed with in 8 bits (`ragged.eightbit`), or all only be kept in fewer bits, as
+diffusers loads them: nf4 through bitsandbytes, int8 and fp8 through torchao. ADD A PRECISION
+HERE: a line in `_KINDS`, and its name in `ModelSettings.quantization`.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,7 +18,10 @@ from diffusers import BitsAndBytesConfig, TorchAoConfig
 from torch import nn
 
 from qflux.errors import ConfigError
+from qflux.ragged import fused
 from qflux.ragged.eightbit.linear import EightBitLinear, EightBitWeight, is_eight_bit
+
+logger = logging.getLogger(__name__)
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -35,6 +41,30 @@ EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 """What `model.precision` calls the kinds that are computed with."""
 
 
+_LEAST = {"fp8": (8, 9), "int8": (8, 0)}
+"""The compute capability that a GPU needs."""
+
+
+def runnable(precision: str | None, device: torch.device | None) -> str | None:
+    """What `model.precision` asks for, or nothing where a GPU can't do it, which is said once."""
+    if precision is None or device is None or device.type != "cuda":
+        return precision
+    found, least = torch.cuda.get_device_capability(device), _LEAST[precision]
+    if found >= least and fused.HAS_TRITON:
+        return precision
+    lack = "there is no Triton" if found >= least else f"it has compute capability {found[0]}.{found[1]}"
+    _say(
+        f"model.precision: {precision} needs a GPU of compute capability {least[0]}.{least[1]} and Triton, and "
+        f"{torch.cuda.get_device_name(device)} can't do it ({lack}): model.dtype is used instead"
+    )
+    return None
+
+
+@functools.cache
+def _say(line: str) -> None:
+    logger.warning(line)
+
+
 def compute_in_eight_bits(blocks: Iterable[Any], precision: str, device: torch.device | None = None) -> None:
     """Let the frozen linear layers of blocks compute in 8 bits; those that make modulation are only kept in them.
 
@@ -43,8 +73,8 @@ def compute_in_eight_bits(blocks: Iterable[Any], precision: str, device: torch.d
     """
     for block in blocks:
         gates = {id(module) for name in block.unread.gates for module in block.get_submodule(name).modules()}
-        for layer in block.modules():
-            if not isinstance(layer, nn.Linear) or layer.weight.requires_grad or is_eight_bit(layer):
+        for name, layer in block.named_modules():
+            if not isinstance(layer, nn.Linear) or is_eight_bit(layer) or ".lora_" in name:
                 continue
             if id(layer) in gates:
                 EightBitWeight.convert(layer, device)
@@ -56,7 +86,7 @@ _BYTES = {"nf4": 0.5625, "int8": 1.0, "fp8": 1.0}
 """Of a weight, with its share of a scale."""
 
 
-def weight_bytes(module: nn.Module, quantization: str | None) -> int:
+def weight_bytes(module: nn.Module, quantization: str | None = None) -> int:
     """What the weights of a module take; quantized are those of linear layers."""
     total = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     if quantization is None:

@@ -25,7 +25,7 @@ from qflux.memory.recomputation import recompute
 from qflux.memory.streaming import StreamedBlocks
 from qflux.models import Family
 from qflux.models.family import ModelInputs
-from qflux.models.precision import dtype_of
+from qflux.models.precision import compute_in_eight_bits, dtype_of, runnable
 from qflux.models.pretrained import Pretrained
 from qflux.ragged.compilation import compile_blocks
 from qflux.training.distributed import World, full_tensor
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 def load_to_train(config: Config, pretrained: Pretrained, world: World, choice: Choice) -> nn.Module:
     """The transformer before training: float32 if all of it trains; on the host if not all of it goes to the device."""
-    stays = choice.streamed > 0 or (world.size > 1 and config.train.distributed == "fsdp")
+    stays = choice.streamed > 0 or config.model.precision or (world.size > 1 and config.train.distributed == "fsdp")
     transformer: nn.Module = pretrained.transformer(
         torch.float32 if config.train.method == "full" else None, torch.device("cpu") if stays else None
     )
@@ -75,6 +75,10 @@ class TrainedModel:
             if file:
                 file.require_family(family)
                 start_from(transformer, file, layers, config.lora)
+        if precision := runnable(config.model.precision, device):
+            compute_in_eight_bits(family.blocks(transformer), precision, device)
+        if config.model.precision and not choice.streamed:  # it came to the host, to be rounded first
+            transformer.to(device)
         world.broadcast(trainable(transformer).values())
         transformer.train()
         self._set_up_blocks()

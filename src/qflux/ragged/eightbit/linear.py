@@ -20,6 +20,8 @@ class EightBitLinear(nn.Linear):
 
     scale: nn.Parameter
     """`(O,)` what each row of the weight is to be multiplied by."""
+    computes_in: torch.dtype
+    """What the weight was before it was rounded."""
     is_last: bool
     """At the end of a block whose recomputation may leave it out (`recomputed.unread`)."""
 
@@ -66,6 +68,7 @@ class EightBitWeight(nn.Linear):
     """
 
     scale: nn.Parameter
+    computes_in: torch.dtype
 
     @classmethod
     def convert(cls, layer: nn.Linear, device: torch.device | None = None) -> None:
@@ -87,16 +90,16 @@ class EightBitWeight(nn.Linear):
 def _become(layer: nn.Linear, cls: type[nn.Linear], dtype: torch.dtype, device: torch.device | None) -> None:
     home = layer.weight.device
     weight, scale = (tensor.to(home) for tensor in in_rows(layer.weight.detach().to(device or home), dtype))
-    layer.__class__ = cls
+    computes_in, layer.__class__ = layer.weight.dtype, cls
+    assert is_eight_bit(layer)
+    layer.computes_in = computes_in
     layer.weight = nn.Parameter(weight, requires_grad=False)
     layer.scale = nn.Parameter(scale, requires_grad=False)
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, tokens: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, is_last: bool
-    ) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, is_last: bool) -> Tensor:
         ctx.save_for_backward(weight, scale)
         return product(*in_rows(tokens, weight.dtype), weight, scale, bias, tokens.dtype, is_last)
 

@@ -12,10 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qflux.ragged import fused
 from qflux.ragged.eightbit.linear import EightBitLinear
 from qflux.ragged.eightbit.product import product, turned
 from qflux.ragged.eightbit.rows import LARGEST, SMALLEST, Rows, has_kernels, in_rows, in_rows_once
 from qflux.ragged.recomputed.unread import is_left_out
+
+if fused.HAS_TRITON:
+    from qflux.ragged.eightbit import kernels
 
 
 def gelu_mlp(up: EightBitLinear, down: EightBitLinear, tokens: Tensor, beside: Tensor | None = None) -> Tensor:
@@ -62,15 +66,11 @@ class _GeluMlp(torch.autograd.Function):
 
 
 @torch.library.custom_op("qflux::gelu_rows", mutates_args=())
-def gelu_rows(
-    hidden: Tensor, beside: Tensor | None, dtype: torch.dtype, is_last: bool
-) -> tuple[Tensor, Tensor]:
+def gelu_rows(hidden: Tensor, beside: Tensor | None, dtype: torch.dtype, is_last: bool) -> tuple[Tensor, Tensor]:
     """`cat([beside, gelu(hidden)])` in 8-bit rows; nothing if it is for a product that is left out."""
     if is_last and is_left_out():
         return _empty(hidden, beside, dtype)
     if has_kernels(hidden):
-        from qflux.ragged.eightbit import kernels
-
         return kernels.gelu_rows(hidden, beside, dtype, LARGEST[dtype], SMALLEST)
     values = F.gelu(hidden.float(), approximate="tanh")
     return in_rows(values if beside is None else torch.cat([beside.float(), values], dim=1), dtype)
@@ -85,8 +85,6 @@ def _(hidden: Tensor, beside: Tensor | None, dtype: torch.dtype, is_last: bool) 
 def gelu_gradient_rows(grad: Tensor, hidden: Tensor, factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The gradient `(T, H)` of what a GELU took, given that of what it gave, times a factor `(H,)`: 8-bit rows."""
     if has_kernels(hidden):
-        from qflux.ragged.eightbit import kernels
-
         return kernels.gelu_gradient_rows(grad, hidden, factor, dtype, LARGEST[dtype], SMALLEST)
     x = hidden.float()
     slope = math.sqrt(8 / math.pi)

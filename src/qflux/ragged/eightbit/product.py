@@ -1,8 +1,8 @@
 """Products of 8-bit rows with an 8-bit weight.
 
-The weight is kept once. A GPU multiplies rows by rows: forward, by those of the weight as it lies; backward, by those of
-the weight turned, which is turned anew each time. Its scales are of its outputs, so that backward they are a factor of
-the gradient's channels, applied before those are rounded.
+The weight is kept once. A GPU multiplies rows by rows: forward, by those of the weight as it lies; backward, by those
+of the weight turned, which is turned anew each time. Its scales are of its outputs, so that backward they are a factor
+of the gradient's channels, applied before those are rounded.
 
 Shapes: T tokens, I channels in, O channels out.
 """
@@ -12,7 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qflux.ragged import fused
 from qflux.ragged.recomputed.unread import is_left_out
+
+if fused.HAS_TRITON:
+    from qflux.ragged.eightbit import kernels
 
 _ONES: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -33,8 +37,6 @@ def product(
     if len(rows) == 0 or (is_last and is_left_out()):
         return _empty(rows, weight, dtype)
     if rows.is_cuda and rows.dtype == torch.int8:
-        from qflux.ragged.eightbit import kernels
-
         return kernels.int8_product(rows, scale, weight, weight_scale, bias, dtype)
     if rows.is_cuda and not any(size % 16 for size in weight.shape):
         out = torch._scaled_mm(
@@ -71,8 +73,6 @@ def _(
 def turned(weight: Tensor) -> Tensor:
     """`(O, I)` as `(I, O)`, its rows where its columns were in memory too."""
     if weight.is_cuda:
-        from qflux.ragged.eightbit import kernels
-
         return kernels.turned(weight)
     return weight.t().contiguous()
 

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from qflux.ragged import fused
 
+if fused.HAS_TRITON:
+    from qflux.ragged.eightbit import kernels
+
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 """The greatest number of each kind: what the largest of a row becomes."""
 SMALLEST = 1e-30
@@ -35,8 +38,6 @@ def in_rows(x: Tensor, dtype: torch.dtype, factor: Tensor | None = None) -> Rows
     A row with a NaN or an infinity gets a scale that is none either, so that it is seen in the product.
     """
     if has_kernels(x):
-        from qflux.ragged.eightbit import kernels
-
         return kernels.in_rows(x, dtype, factor, LARGEST[dtype], SMALLEST)
     values = x.float() if factor is None else x.float() * factor
     scale = (values.abs().amax(dim=1) / LARGEST[dtype]).clamp_min(SMALLEST)

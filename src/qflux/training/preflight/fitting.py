@@ -55,7 +55,7 @@ def fitted(
     with torch.device("meta"):
         transformer = empty_transformer(family.transformer, config.model)
     arithmetic = family.arithmetic(transformer)
-    footprint = Footprint.of(config, family, transformer)
+    footprint = Footprint.of(config, family, transformer, device=device)
     if config.train.distributed == "fsdp":
         footprint = footprint.sharded(processes)
     return choose(config, footprint, arithmetic, card, steps, compiled=compiles(config, device), longest=longest)
@@ -103,7 +103,9 @@ def _asked(config: Config, device: torch.device, processes: int) -> dict[str, An
         "processes": processes,
         "family": config.family,
         "memory": config.memory,
-        "model": {name: values["model"][name] for name in ("pretrained", "transformer", "dtype", "quantization")},
+        "model": {
+            name: values["model"][name] for name in ("pretrained", "transformer", "dtype", "quantization", "precision")
+        },
         "lora": values["lora"],
         "optimizer": config.optimizer.class_path,
         "train": {name: getattr(train, name) for name in _SETTINGS},
