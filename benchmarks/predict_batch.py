@@ -16,11 +16,12 @@ import diffusers
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxKontextPipeline
 from mixed_batch import FULL, SMALL, Scale, build_transformer, median_seconds
-from torch import Tensor
+from torch import Tensor, nn
 
 from qflux.data.encoded import TextEmbedding, TextLimit
 from qflux.models import get_family
 from qflux.models.flux_kontext.components import FluxKontextComponents
+from qflux.models.precision import compute_in_eight_bits
 from qflux.ragged.patches import pack
 from qflux.ragged.shapes import Shapes, token_shape
 from qflux.sampling.sampler import Prepared, Sampler
@@ -59,6 +60,17 @@ class Edits:
             for _ in self.sizes
         ]
         self.pixels = [torch.rand(3, *size, **options) * 2 - 1 for size in self.sizes]
+
+    def round_to(self, precision: str) -> list[tuple[nn.Linear, type, nn.Parameter]]:
+        """Let the transformer compute in 8 bits; what it was before."""
+        blocks = get_family("flux-kontext").blocks(self.transformer)
+        kept = [(m, type(m), m.weight) for block in blocks for m in block.modules() if isinstance(m, nn.Linear)]
+        compute_in_eight_bits(blocks, precision)
+        return kept
+
+    def restore(self, kept: list[tuple[nn.Linear, type, nn.Parameter]]) -> None:
+        for layer, cls, weight in kept:
+            layer.__class__, layer.weight = cls, weight
 
     def one_by_one(self) -> Callable[[], list[Tensor]]:
         """diffusers' pipeline with diffusers' transformer, once per edit."""
@@ -116,9 +128,16 @@ class Edits:
         return run
 
 
+def psnr(one: Tensor, other: Tensor) -> float:
+    """In decibels, of images in -1 to 1."""
+    error = (one.float().clamp(-1, 1) - other.float().clamp(-1, 1)).square().mean()
+    return float(10 * torch.log10(4 / error))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--precisions", nargs="*", default=["fp8", "int8"])
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scale = (FULL if device == "cuda" else SMALL)["flux"]
@@ -140,6 +159,17 @@ def main() -> None:
     print(f"| six pipeline calls | {baseline:.2f} | 1.00x |", flush=True)
     together = median_seconds(ours, arguments.repeats, device)
     print(f"| one ragged batch | {together:.2f} | {together / baseline:.2f}x |", flush=True)
+    for precision in arguments.precisions:
+        full = ours()
+        kept = edits.round_to(precision)
+        rounded = median_seconds(ours, arguments.repeats, device)
+        apart_by = [psnr(one, other) for one, other in zip(ours(), full, strict=True)]
+        print(
+            f"| one ragged batch, {precision} | {rounded:.2f} | {rounded / baseline:.2f}x | PSNR with the one before: "
+            f"{min(apart_by):.1f} to {max(apart_by):.1f} dB",
+            flush=True,
+        )
+        edits.restore(kept)
     print(f"\nmean difference of the images, of 2: {apart:.4f}")
 
 
