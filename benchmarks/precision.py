@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from mixed_batch import BATCHES, FULL, SMALL, Batch, Scale, build_model, inputs_of, measure, training_step
 from torch import Tensor, nn
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from qflux.adapters.lora import inject, trainable
@@ -33,11 +34,10 @@ from qflux.memory.recomputation import recompute
 from qflux.models import get_family
 from qflux.models.precision import EIGHT_BITS, compute_in_eight_bits
 from qflux.ragged.compilation import compile_blocks
-from qflux.ragged.eightbit import product
 
 CLASSES = {
     "attention": r"flash|fmha|sdpa|attn",
-    "around products": r"_in_rows|_gelu_|_turned",
+    "around products": r"_in_rows|_gelu_|turned",
     "products": r"gemm|nvjet|cutlass|xmma|gemv|int8_product|splitk",
     "pointwise, compiled": r"^triton",
 }
@@ -68,14 +68,14 @@ def set_up(model: Any, scale: Scale, device: str, recomputed: bool) -> None:
         compile_blocks(blocks)
 
 
-def kernels(step: Callable[[], None]) -> dict[str, float]:
+def time_by_class(step: Callable[[], None]) -> dict[str, float]:
     """Milliseconds on the GPU, by class."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         step()
         torch.cuda.synchronize()
     found: Counter[str] = Counter()
     for event in profiled.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == DeviceType.CUDA:
             name = event.name.lower()
             which = next((each for each, pattern in CLASSES.items() if re.search(pattern, name)), "other")
             found[which] += event.device_time / 1000
@@ -88,7 +88,9 @@ def two_copies() -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
-    original, kept = product.kernels.turned, {}
+    from qflux.ragged.eightbit import kernels  # noqa: PLC0415  (needs Triton)
+
+    original, kept = kernels.turned, {}
 
     def turned(weight: Tensor) -> Tensor:
         key = weight.data_ptr(), weight.shape
@@ -96,11 +98,11 @@ def two_copies() -> Iterator[None]:
             kept[key] = original(weight)
         return kept[key]
 
-    product.kernels.turned = turned
+    kernels.turned = turned
     try:
         yield
     finally:
-        product.kernels.turned = original
+        kernels.turned = original
 
 
 def speed(scale: Scale, device: str, precisions: list[str], rows: list[str]) -> None:
@@ -139,7 +141,7 @@ def speed(scale: Scale, device: str, precisions: list[str], rows: list[str]) -> 
             first = time.perf_counter() - begun
             with two_copies() if "two" in precision else _nothing():
                 seconds, gib = measure(step, scale, device, 2)
-                by_class = kernels(step) if device == "cuda" else {}
+                by_class = time_by_class(step) if device == "cuda" else {}
             baseline.setdefault(row, seconds)
             cells = [
                 name,

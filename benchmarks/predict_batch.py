@@ -61,14 +61,14 @@ class Edits:
         ]
         self.pixels = [torch.rand(3, *size, **options) * 2 - 1 for size in self.sizes]
 
-    def round_to(self, precision: str) -> list[tuple[nn.Linear, type, nn.Parameter]]:
+    def round_to(self, precision: str) -> list[tuple[nn.Linear, type[nn.Linear], Tensor]]:
         """Let the transformer compute in 8 bits; what it was before."""
         blocks = get_family("flux-kontext").blocks(self.transformer)
         kept = [(m, type(m), m.weight) for block in blocks for m in block.modules() if isinstance(m, nn.Linear)]
         compute_in_eight_bits(blocks, precision)
         return kept
 
-    def restore(self, kept: list[tuple[nn.Linear, type, nn.Parameter]]) -> None:
+    def restore(self, kept: list[tuple[nn.Linear, type[nn.Linear], Tensor]]) -> None:
         for layer, cls, weight in kept:
             layer.__class__, layer.weight = cls, weight
 

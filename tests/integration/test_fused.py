@@ -1,6 +1,8 @@
-"""The fused kernels of sampling on a GPU compute what the torch operations they replace compute."""
+"""The fused kernels on a GPU compute what the torch operations they replace compute."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
@@ -68,9 +70,35 @@ def test_heads(randn, heads, norm, width):
         each.weight.data.copy_(randn(width))
     angle = torch.randn(len(text) + len(image), width // 2, device="cuda")
     rotary = torch.stack([angle.cos(), angle.sin()], dim=-1)[:, None]
+    for each in norms:
+        assert_same(lambda each=each: turned_heads(layout.join(text, image), each, rotary))
     assert_same(lambda: join_turned_heads(layout, text, image, norms, rotary))
-    assert_same(lambda: turned_heads(layout.join(text, image), norms[0], rotary))
     assert_same(lambda: join_heads(layout, text, image))
+
+
+@pytest.mark.parametrize("heads", [24, 3, 1])
+@pytest.mark.parametrize("norm", [nn.RMSNorm, RMSNorm])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_heads_are_nearer_than_those_of_torch(randn, heads, norm, compiled, monkeypatch):
+    layout = PackedLayout.build(*LAYOUT, device="cuda")
+    streams = [randn(sum(lengths), heads, 128).requires_grad_() for lengths in LAYOUT]
+    norms = tuple(norm(128, eps=1e-6).to("cuda", streams[0].dtype).requires_grad_(False) for _ in range(2))
+    for each in norms:
+        each.weight.data.copy_(randn(128))
+    angle = torch.randn(sum(map(len, streams)), 64, device="cuda")
+    rotary = torch.stack([angle.cos(), angle.sin()], dim=-1)[:, None]
+    given = randn(len(angle), heads, 128)
+
+    def gradients(streams, norms):
+        out = join_turned_heads(layout, *streams, norms, rotary)
+        return torch.autograd.grad(out, streams, given.to(out.dtype))
+
+    actual = (torch.compile(gradients, dynamic=True) if compiled else gradients)(streams, norms)
+    monkeypatch.setattr(fused, "possible", lambda x: False)
+    plain = gradients(streams, norms)
+    exact = gradients([x.detach().float().requires_grad_() for x in streams], [copy.deepcopy(n).float() for n in norms])
+    for one, other, true in zip(actual, plain, exact, strict=True):
+        assert (one.float() - true).norm() <= (other.float() - true).norm() + 1e-4 * true.norm()
 
 
 def test_products_around_a_gelu(randn):

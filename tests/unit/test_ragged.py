@@ -6,12 +6,16 @@ import pytest
 import torch
 from diffusers import FluxKontextPipeline
 from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers.transformer_flux import FluxPosEmbed
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from qflux.models.flux_kontext.positions import image_ids
+from qflux.ragged import fused
 from qflux.ragged.attention import masked_attention, ragged_attention
+from qflux.ragged.heads import join_turned_heads, turned_heads
 from qflux.ragged.interleave import Interleave
 from qflux.ragged.layout import PackedLayout, PaddedLayout, padding_ratio
 from qflux.ragged.modulation import take
@@ -112,6 +116,51 @@ def test_the_gradient_of_a_rotation_is_correct():
     # A rotation is orthogonal: <R x, u> = <x, R^T u> for every x.
     other = torch.randn(4, 2, 6)
     assert (rotate(other, rotary) * upstream).sum() == pytest.approx(float((other * gradient).sum()), abs=1e-4)
+
+
+@pytest.mark.parametrize("norm", [nn.RMSNorm, RMSNorm])
+@pytest.mark.parametrize("exact", [False, True])
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths=lengths, seed=st.integers(0, 99))
+def test_heads_in_one_pass_are_those_of_norm_join_and_turn_and_so_are_gradients(
+    monkeypatch, norm, exact, lengths, seed
+):
+    """The operators for GPUs, by the plain operations that stand for their kernels."""
+    torch.manual_seed(seed)
+    layout = PackedLayout.build([n for n, _ in lengths], [n for _, n in lengths])
+    text, image = (torch.randn(sum(column), 3, 8, requires_grad=True) for column in zip(*lengths, strict=True))
+    norms = tuple(norm(8, eps=1e-6).requires_grad_(False) for _ in range(2))
+    for each in norms:
+        nn.init.normal_(each.weight)
+    angle = torch.randn(len(text) + len(image), 1, 4)
+    rotary = torch.stack([angle.cos(), angle.sin()], dim=-1)
+    weights = torch.randn(len(text) + len(image), 3, 8)
+
+    def both() -> list[torch.Tensor]:
+        found = []
+        for out in (
+            join_turned_heads(layout, text, image, norms, rotary),
+            turned_heads(layout.join(text, image), norms[0], rotary, exact),
+        ):
+            found += [out, *torch.autograd.grad((out * weights).sum(), (text, image))]
+        return found
+
+    expected, calls = both(), []
+    with monkeypatch.context() as patched:
+        patched.setattr(fused, "possible", lambda x: (calls.append(1), True)[1])
+        actual = both()
+    assert calls
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
+
+
+def test_a_trained_norm_gets_its_gradient(monkeypatch):
+    monkeypatch.setattr(fused, "possible", lambda x: True)
+    x, norm = torch.randn(5, 2, 8, requires_grad=True), nn.RMSNorm(8, eps=1e-6)
+    angle = torch.randn(5, 1, 4)
+    turned_heads(x, norm, torch.stack([angle.cos(), angle.sin()], dim=-1)).square().sum().backward()
+    assert norm.weight.grad is not None
+    assert norm.weight.grad.abs().sum() > 0
 
 
 def test_patches_are_the_pipelines_and_can_be_undone():

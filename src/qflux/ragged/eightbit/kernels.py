@@ -92,7 +92,7 @@ def gelu_rows(hidden, beside, dtype, largest, smallest):
     if count:
         _gelu_rows[(count,)](
             hidden, beside, out, scale, besides, width, smallest, largest, dtype == torch.int8,
-            triton.next_power_of_2(width), num_warps=16,
+            triton.next_power_of_2(width), num_warps=8,
         )  # fmt: skip
     return out, scale
 

@@ -1,9 +1,10 @@
-"""What a block does to tokens between its matrix products, in one pass over memory each: Triton, for sampling on a GPU.
+"""What a block does to tokens between its matrix products, in one pass over memory each: Triton, on a GPU.
 
 A block in plain torch goes over its tokens about thirty times between matrix products; with 35 000 tokens of 3 072
 channels that is a quarter of the time of a step. The functions of `modulation`, `heads` and `mlp` take these kernels
-where `ready` allows. Kernels round where the operations they replace round; the two products around a GELU do not: one
-rounds once less, the other once more.
+where `ready` allows: for sampling. Those of heads have a gradient (`turned`), and are for training too. Kernels round
+where the operations they replace round; the two products around a GELU do not: one rounds once less, the other once
+more.
 
 Shapes: T tokens, R rows of conditioning, C channels, H heads, D channels of a head.
 """
@@ -11,12 +12,15 @@ Shapes: T tokens, R rows of conditioning, C channels, H heads, D channels of a h
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from qflux.ragged.recomputed.unread import LastLinear
+
+if TYPE_CHECKING:
+    from qflux.ragged.fused.turned import HeadNorm
 
 HAS_TRITON = find_spec("triton") is not None
 
@@ -24,17 +28,19 @@ if HAS_TRITON:
     from qflux.ragged.fused import kernels
 
 
-def ready(tokens: Tensor) -> bool:
-    """Whether `tokens` can take the fused way: half precision on a GPU, nothing differentiated, nothing compiled."""
+def possible(tokens: Tensor) -> bool:
+    """Whether there are kernels for `tokens`: half precision on a GPU."""
     return (
         HAS_TRITON
         and tokens.is_cuda
-        and len(tokens) > 0
         and tokens.dtype in (torch.bfloat16, torch.float16)
-        and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cuda")
-        and not torch.compiler.is_compiling()
     )
+
+
+def ready(tokens: Tensor) -> bool:
+    """Whether `tokens` can take the way of sampling: nothing differentiated, nothing compiled."""
+    return possible(tokens) and len(tokens) > 0 and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def is_plain(linear: nn.Module, tokens: Tensor) -> TypeGuard[nn.Linear]:
@@ -86,7 +92,7 @@ def place_heads(
     out: Tensor,
     x: Tensor,
     rows: Tensor | None = None,
-    norm: nn.Module | None = None,
+    norm: HeadNorm | None = None,
     rotary: Tensor | None = None,
     exact: bool = False,
 ) -> None:
@@ -95,23 +101,43 @@ def place_heads(
     With `exact`, nothing is rounded in between.
     """
     count, heads, width = x.shape
-    weight = getattr(norm, "weight", None)
-    kernels.place_heads[(count,)](
-        x,
-        out,
-        rows,
-        weight,
-        rotary,
-        getattr(norm, "eps", None) or torch.finfo(x.dtype).eps,
-        x.stride(0),
-        heads,
-        width,
-        _power_of_2(heads),
-        norm is not None,
-        not isinstance(norm, nn.RMSNorm),  # diffusers' own class rounds before it applies the weight
-        exact,
-        num_warps=4,
-    )
+    x = _heads_in_order(x)
+    if count:
+        kernels.place_heads[(count,)](
+            x,
+            out,
+            rows,
+            norm.weight if norm else None,
+            rotary,
+            norm.eps if norm else 0.0,
+            x.stride(0),
+            heads,
+            width,
+            _power_of_2(heads),
+            norm is not None,
+            norm is not None and norm.rounds_first,
+            exact,
+            num_warps=4,
+        )
+
+
+def turned_gradient(
+    grad: Tensor, x: Tensor, rows: Tensor | None, weight: Tensor | None, rotary: Tensor, eps: float
+) -> Tensor:
+    """The gradient of what `place_heads` took, given that of what it wrote."""
+    count, heads, width = x.shape
+    grad, x = grad.contiguous(), _heads_in_order(x)
+    out = x.new_empty(x.shape)
+    block = min(_power_of_2(heads), 8)
+    if count:
+        kernels.turned_gradient[(count, -(-heads // block))](
+            grad, x, out, rows, weight, rotary, eps, x.stride(0), heads, width, block, num_warps=4
+        )
+    return out
+
+
+def _heads_in_order(x: Tensor) -> Tensor:
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 def gelu_linear(linear: nn.Linear, tokens: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Triton kernels behind `fused`. One program per token, which holds all channels of its token."""
+"""The Triton kernels behind `fused`. One program per token, which holds its channels, or those of a few heads."""
 
 # mypy: ignore-errors
 
@@ -77,3 +77,37 @@ def place_heads(
         turned = tl.join(real * cos[None, :] - imaginary * sin[None, :], real * sin[None, :] + imaginary * cos[None, :])
         value = tl.reshape(turned, (BLOCK, WIDTH))
     tl.store(out + target * (HEADS * WIDTH) + head * WIDTH + column, value.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def turned_gradient(
+    grad,
+    x,
+    out,
+    rows,
+    weight,
+    rotary,
+    eps,
+    stride,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    source = token if rows is None else tl.load(rows + token)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = (head < HEADS) & (column < WIDTH)
+    given = tl.load(grad + source * (HEADS * WIDTH) + head * WIDTH + column, inside, 0.0).to(tl.float32)
+    turn = tl.load(rotary + source * WIDTH + tl.arange(0, WIDTH)).to(tl.float32)
+    cos, sin = tl.split(tl.reshape(turn, (WIDTH // 2, 2)))
+    real, imaginary = tl.split(tl.reshape(given, (BLOCK, WIDTH // 2, 2)))
+    back = tl.join(real * cos[None, :] + imaginary * sin[None, :], imaginary * cos[None, :] - real * sin[None, :])
+    of_normed = tl.reshape(back, (BLOCK, WIDTH))
+    if weight is not None:
+        of_normed *= tl.load(weight + column).to(tl.float32)
+    value = tl.load(x + token * stride + head * WIDTH + column, inside, 0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(value * value, axis=1) / WIDTH + eps)[:, None]
+    normed = value * inverse
+    value = inverse * (of_normed - normed * (tl.sum(of_normed * normed, axis=1) / WIDTH)[:, None])
+    tl.store(out + token * (HEADS * WIDTH) + head * WIDTH + column, value.to(out.dtype.element_ty), inside)
