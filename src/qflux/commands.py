@@ -40,7 +40,8 @@ from qflux.errors import CheckpointError, ConfigError
 from qflux.losses.distribution import Curve, level_curves, visited_sizes
 from qflux.losses.timesteps import NoiseLevels
 from qflux.models.family import Family, TextCount
-from qflux.models.pretrained import Pretrained
+from qflux.models.precision import settled
+from qflux.models.pretrained import Pretrained, device_of
 from qflux.models.registry import get_family
 from qflux.runs.metrics import Listener
 from qflux.runs.paths import RunPaths
@@ -66,7 +67,7 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         if self.family_name not in (None, config.family):
             raise ConfigError(f"{type(self).__name__} trains {self.family_name}, the config says {config.family}")
-        self.config = config
+        self.config = config = settled(config, device_of(config.model.device))
         self.family: Family = get_family(config.family)
         self.pretrained = Pretrained(config, self.family)
         self.store = EmbeddingCacheManager(config.cache_dir)

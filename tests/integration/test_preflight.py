@@ -32,7 +32,7 @@ def test_running_out_of_memory_names_the_sample_that_fits_nowhere_and_what_to_ch
     assert tried == sorted(tried, reverse=True)
     assert tried[0] > max(lengths.values()) >= tried[-1]
     assert "smaller areas in data.processor" in str(caught.value)
-    assert "model.quantization" in str(caught.value)
+    assert "model.precision: auto" in str(caught.value)
     assert len([name for name in lengths if name in str(caught.value)]) == 1
     assert "before the first step: there is not enough memory" in caplog.text
     assert not (settings.run_dir / "checkpoints").exists()

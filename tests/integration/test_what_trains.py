@@ -73,9 +73,7 @@ def test_adapters_over_8_bit_products_train_resume_and_predict(config, kind, pre
     assert 0 < difference.mean() < 16
 
 
-@pytest.mark.parametrize(
-    "others", ["train.method=full", "model.quantization=int8", "train.distributed=fsdp"], ids=lambda item: item
-)
+@pytest.mark.parametrize("others", ["train.method=full", "model.quantization=int8"], ids=lambda item: item)
 def test_8_bit_products_are_refused_where_they_can_not_be(config, others):
     with pytest.raises(ConfigError, match=r"model\.precision"):
         config("model.precision=fp8", others)

@@ -134,6 +134,22 @@ def test_all_weights_train_alike_on_one_process_and_on_shards(recipe, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_8_bit_products_are_the_same_on_one_process_and_on_two(recipe, kind, way, tmp_path):
+    """After two steps: rounding makes of a difference in the last digit one of a hundredth, here and there."""
+    sgd, _ = OPTIMIZERS["SGD"]
+    shared = [*sgd, f"model.precision={kind}", "train.max_train_steps=2"]
+    twice = "train.gradient_accumulation_steps=2"
+    (plain,) = trained(recipe(*shared, f"run_name=16-{kind}-{way}", twice, "model.precision=null"), 1, tmp_path / "16")
+    (alone,) = trained(recipe(*shared, f"run_name=8-{kind}-{way}", twice), 1, tmp_path / "8")
+    shards = recipe(*shared, f"run_name=two-{kind}-{way}", f"train.distributed={way}")
+    first, second = trained(shards, 2, tmp_path / "2")
+    assert relative_difference(first, second) == 0
+    assert relative_difference(alone, first) <= 1e-6 < relative_difference(alone, plain)
+
+
+@pytest.mark.slow
 def test_a_run_may_go_on_with_another_number_of_processes(recipe, tmp_path):
     sgd, _ = OPTIMIZERS["SGD"]
     whole_run = recipe(*sgd, "run_name=whole", "train.gradient_accumulation_steps=2", "train.max_train_steps=4")

@@ -56,8 +56,6 @@ ROOMS = [
 """From the ground up: what is in a room may import what is in those before it."""
 FOLDERS = registry._FOLDERS
 LARGE = {
-    "ragged.fused.kernels.norm_modulate",  # a Triton kernel takes pointers, strides and sizes one by one
-    "ragged.fused.kernels.place_heads",
     "models.qwen_image21.transformer.RaggedQwenImage21Block.forward",  # diffusers' signature
     *(f"models.{folder}.transformer.{registry.facts_of(name).transformer}.forward" for name, folder in FOLDERS.items()),
 }
@@ -138,6 +136,8 @@ def test_functions_fit_on_a_screen_and_take_few_parameters():
             arguments = function.args
             parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
             count = sum(parameter.arg not in ("self", "cls") for parameter in parameters)
+            if any(ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list):
+                continue  # it takes pointers, strides and sizes one by one
             assert count <= 8 or name in LARGE, f"{name} has {count} parameters"
 
 

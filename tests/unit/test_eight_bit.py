@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from family_samples import REFERENCES, Models, lora_parameters
+from qflux.config import load_config
 from qflux.memory.recomputation import recompute
 from qflux.memory.streaming import StreamedBlocks
 from qflux.models import precision
-from qflux.models.precision import EIGHT_BITS, compute_in_eight_bits, runnable
+from qflux.models.precision import EIGHT_BITS, compute_in_eight_bits, settled
 from qflux.ragged.compilation import compile_blocks
 from qflux.ragged.eightbit import mlp
 from qflux.ragged.eightbit.linear import EightBitLinear, EightBitWeight, is_eight_bit
@@ -221,10 +222,20 @@ def test_a_gpu_that_can_not_is_named_in_one_line(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "RTX 3090")
     monkeypatch.setattr(precision.fused, "HAS_TRITON", True)
+
+    def chosen(asked: str | None, device: str = "cuda", **settings: object) -> str | None:
+        config = load_config({"data": {"path": "x"}, "model": {"pretrained": "x", "precision": asked}, **settings})
+        return settled(config, torch.device(device)).model.precision
+
     with caplog.at_level(logging.WARNING):
-        assert [runnable("fp8", torch.device("cuda")) for _ in range(2)] == [None, None]
-        assert runnable("int8", torch.device("cuda")) == "int8"
+        assert [chosen("fp8") for _ in range(2)] == [None, None]
+        assert chosen("int8") == "int8"
     assert len(caplog.records) == 1
     assert "RTX 3090 can't do it (it has compute capability 8.6)" in caplog.text
     assert "model.dtype is used instead" in caplog.text
-    assert runnable("fp8", torch.device("cpu")) == "fp8"
+    assert chosen("auto") == "int8"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert [chosen("auto"), chosen("fp8"), chosen(None)] == ["fp8", "fp8", None]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert chosen("auto") is None
+    assert [chosen("fp8", "cpu"), chosen("auto", "cpu"), chosen("auto", "cpu", memory="24GB")] == ["fp8", None, "fp8"]

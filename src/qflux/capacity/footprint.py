@@ -23,7 +23,7 @@ from qflux.memory.hosting import IN_FLIGHT
 from qflux.memory.recomputation import recompute
 from qflux.memory.streaming import SLOTS
 from qflux.models.family import Family, ModelInputs
-from qflux.models.precision import compute_in_eight_bits, dtype_of, runnable, weight_bytes
+from qflux.models.precision import SPEED, compute_in_eight_bits, dtype_of, weight_bytes
 from qflux.ragged.recomputed.unread import LastLinear
 from qflux.ragged.shapes import Shapes
 
@@ -88,6 +88,8 @@ class Footprint:
     """Forward passes besides, without a gradient."""
     unread: float = 0.0
     """How much of the arithmetic of blocks' linear layers is left out when they are computed again."""
+    speed: float = 1.0
+    """Of linear layers, where they do not compute in `model.dtype`."""
 
     @property
     def blocks(self) -> int:
@@ -161,15 +163,10 @@ class Footprint:
         return int(self.weights(choice) + self.trained + self.activations(choice)(tokens))
 
     @classmethod
-    def of(
-        cls, config: Config, family: Family, transformer: Any, text: int = 512, device: torch.device | None = None
-    ) -> Footprint:
-        """From a transformer on the `meta` device, which is taken apart; a typical sample has `text` tokens of text.
-
-        `device` is where it is to train, as far as that decides what it can compute in.
-        """
+    def of(cls, config: Config, family: Family, transformer: Any, text: int = 512) -> Footprint:
+        """From a transformer on the `meta` device, which is taken apart; a typical sample has `text` tokens of text."""
         is_full, quantized, dtype = config.train.method == "full", config.model.quantization, config.model.dtype
-        precision = runnable(config.model.precision, device)
+        precision = config.model.precision
         transformer.to(torch.float32 if is_full else dtype_of(dtype)).requires_grad_(is_full).train()
         kinds = _kinds(transformer, family.blocks(transformer))
         own = [weight_bytes(each[0], quantized or precision) for each in kinds]
@@ -201,6 +198,7 @@ class Footprint:
             compiled_around=family.facts.compiled_around,
             looks=int(config.loss.preserve.blank > 0 or config.loss.preserve.toward == "base"),
             unread=_unread(kinds, counts),
+            speed=SPEED[precision] if precision else 1.0,
         )
 
 

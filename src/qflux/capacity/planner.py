@@ -14,6 +14,7 @@ import torch
 from qflux.capacity.card import Card
 from qflux.capacity.choice import Choice
 from qflux.capacity.footprint import Footprint
+from qflux.capacity.shortage import IN_FEWER_BITS
 from qflux.config import Config
 from qflux.data.cut import in_order
 from qflux.errors import ConfigError
@@ -231,8 +232,9 @@ def _seconds(choice: Choice, footprint: Footprint, card: Card, work: Sequence[_W
     for each in work:
         passes = each.passes(choice.most_tokens)
         # Frozen weights have no gradient: backward their products are as many as forward; attention's are twice.
-        again = share * ((1 - footprint.unread) * each.linear + (0 if choice.keeps_attention else each.attention))
-        forward, backward = each.linear + each.attention, each.linear + 2 * each.attention + again
+        linear = each.linear / footprint.speed
+        again = share * ((1 - footprint.unread) * linear + (0 if choice.keeps_attention else each.attention))
+        forward, backward = linear + each.attention, linear + 2 * each.attention + again
         total += (1 + footprint.looks) * max(forward / speed, passes * of_host, passes * weights)
         total += max(backward / speed, passes * of_host * (2 + share), passes * weights + inputs * sum(each.lengths))
     return total / len(work)
@@ -297,7 +299,7 @@ def _too_small(config: Config, footprint: Footprint, card: Card, longest: int, w
     if config.train.gradient_checkpointing not in ("auto", True):
         remedies.insert(0, "set train.gradient_checkpointing: auto")
     if config.model.quantization is None and config.model.precision is None and config.train.method == "lora":
-        remedies.append("quantize the base (model.quantization: fp8, int8 or nf4)")
+        remedies.append(IN_FEWER_BITS)
     return ConfigError(
         f"{_gib(card.memory)} GiB of {card.name} are too little: the longest sample has {longest:,} tokens, and a pass "
         f"of it alone takes {_gib(least)} GiB",

@@ -8,6 +8,8 @@ from qflux.config import Config
 from qflux.data.batch import Batch
 from qflux.errors import QfluxError
 
+IN_FEWER_BITS = "keep the base in fewer bits (model.precision: auto, which is faster too, or model.quantization: nf4)"
+
 
 @dataclass(frozen=True)
 class Shortage:
@@ -44,7 +46,7 @@ class Shortage:
         else:
             ways.append("choose smaller areas in data.processor")
         if config.model.quantization is None and config.model.precision is None and config.train.method == "lora":
-            ways.append("quantize the base (model.quantization: fp8, int8 or nf4)")
+            ways.append(IN_FEWER_BITS)
         if config.train.method == "full":
             ways.append("shard the model over several GPUs (train.distributed: fsdp)")
         return QfluxError(self.problem, ", or ".join(ways) + ".")

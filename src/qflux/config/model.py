@@ -38,10 +38,10 @@ class ModelSettings(Section):
         description="of the frozen transformer: nf4 needs qflux[bitsandbytes], int8 and fp8 qflux[torchao]",
         json_schema_extra=DECIDES,
     )
-    precision: Literal["fp8", "int8"] | None = Field(
+    precision: Literal["auto", "fp8", "int8"] | None = Field(
         default=None,
         description="of products with frozen weights of blocks, forward and backward: fp8 (RTX 40, H100 and later) or "
-        "int8 (RTX 30, A100 and later); default: dtype",
+        "int8 (RTX 30, A100 and later); auto: what the GPU can do; default: dtype",
         json_schema_extra=DECIDES,
     )
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, …", json_schema_extra=FREE)

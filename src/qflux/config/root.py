@@ -108,10 +108,8 @@ class Config(Section):
         if self.model.precision and self.model.quantization:
             raise ValueError(
                 "model.precision and model.quantization both say how the base is kept; the first also computes in 8 "
-                "bits, which is faster: leave the second out"
+                "bits, which is faster: leave out the second"
             )
-        if self.model.precision and self.train.distributed == "fsdp":
-            raise ValueError("model.precision and train.distributed: fsdp do not go together; use ddp")
         return self
 
     @model_validator(mode="after")

@@ -23,7 +23,7 @@ from qflux.models.encoding import encoder_of
 from qflux.models.facts import Facts
 from qflux.models.family import Family, text_limit
 from qflux.models.loading import transformer_identity
-from qflux.models.precision import compute_in_eight_bits, runnable
+from qflux.models.precision import compute_in_eight_bits
 from qflux.models.pretrained import Pretrained
 from qflux.ragged.shapes import ImageShape
 from qflux.sampling.prepare import Edit, Preparer, finished
@@ -181,8 +181,8 @@ def load_predictor(pretrained: Pretrained, config: Config, adapters: Sequence[We
     components.transformer = pretrained.transformer(device=pretrained.first_stop)
     records = attach_all(components.transformer, family, adapters) if adapters else []
     components.transformer.requires_grad_(False)  # adapters are placed like everything else
-    if precision := runnable(config.model.precision, pretrained.device):
-        compute_in_eight_bits(family.blocks(components.transformer), precision, pretrained.device)
+    if config.model.precision:
+        compute_in_eight_bits(family.blocks(components.transformer), config.model.precision, pretrained.device)
     pretrained.place(components)
     return Predictor(family, components, config, _preprocessing(config, records), pretrained.facts)
 

@@ -90,7 +90,7 @@ def _model(plan: Plan) -> list[str]:
     about = "a hub id, or a folder in diffusers format"
     if model.is_small:
         about = f"the small model that ships with qflux; on a GPU: {model.facts.hub_id}"
-    quantization = "  # quantization: int8 # or fp8, nf4: the frozen weights take half or a quarter of the memory"
+    precision = "  # precision: auto # 8-bit arithmetic with frozen weights: half of their memory, and faster"
     memory = "# memory: 12GB # what a run may take of the GPU; default: what is free"
     return [
         f"family: {model.family}",
@@ -101,7 +101,7 @@ def _model(plan: Plan) -> list[str]:
         "model:",
         f"  pretrained: {json.dumps(model.pretrained, ensure_ascii=False)} # {about}",
         f"  dtype: {preset.dtype}",
-        *([] if model.is_small else [quantization]),
+        *([] if model.is_small else [precision]),
         *([f"  max_sequence_length: {shipped().text_tokens}", "  on_long_prompt: truncate"] if model.is_small else []),
         "",
     ]

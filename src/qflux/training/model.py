@@ -25,7 +25,7 @@ from qflux.memory.recomputation import recompute
 from qflux.memory.streaming import StreamedBlocks
 from qflux.models import Family
 from qflux.models.family import ModelInputs
-from qflux.models.precision import compute_in_eight_bits, dtype_of, runnable
+from qflux.models.precision import compute_in_eight_bits, dtype_of
 from qflux.models.pretrained import Pretrained
 from qflux.ragged.compilation import compile_blocks
 from qflux.training.distributed import World, full_tensor
@@ -75,9 +75,9 @@ class TrainedModel:
             if file:
                 file.require_family(family)
                 start_from(transformer, file, layers, config.lora)
-        if precision := runnable(config.model.precision, device):
-            compute_in_eight_bits(family.blocks(transformer), precision, device)
-        if config.model.precision and not choice.streamed:  # it came to the host, to be rounded first
+        if config.model.precision:
+            compute_in_eight_bits(family.blocks(transformer), config.model.precision, device)
+        if config.model.precision and not choice.streamed and not self._is_sharded:  # it came here to be rounded
             transformer.to(device)
         world.broadcast(trainable(transformer).values())
         transformer.train()
@@ -86,7 +86,7 @@ class TrainedModel:
 
     def _set_up_blocks(self) -> None:
         """Recomputation, compilation, then streaming or sharding: each works on what the one before has made."""
-        settings, blocks = self._config.train, self.family.blocks(self.transformer)
+        blocks = self.family.blocks(self.transformer)
         streamed = [blocks[place] for place in self._choice.waiting(len(blocks))]
         self._recompute(self._choice)
         if self._choice.compiled:
@@ -94,10 +94,14 @@ class TrainedModel:
         if streamed:  # the rest goes to the device; these come when it is their turn
             StreamedBlocks(streamed, self._device)
             self.transformer.to(self._device)
-        if self._world.size > 1 and settings.distributed == "fsdp":
+        if self._is_sharded:
             self._world.shard(self.transformer, blocks, self._device)
             if self._device.type == "cuda":
                 self.transformer.to(self._device)  # buffers; parameters are there already
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._world.size > 1 and self._config.train.distributed == "fsdp"
 
     def _recompute(self, choice: Choice) -> None:
         blocks = self.family.blocks(self.transformer)

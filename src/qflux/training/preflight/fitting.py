@@ -55,7 +55,7 @@ def fitted(
     with torch.device("meta"):
         transformer = empty_transformer(family.transformer, config.model)
     arithmetic = family.arithmetic(transformer)
-    footprint = Footprint.of(config, family, transformer, device=device)
+    footprint = Footprint.of(config, family, transformer)
     if config.train.distributed == "fsdp":
         footprint = footprint.sharded(processes)
     return choose(config, footprint, arithmetic, card, steps, compiled=compiles(config, device), longest=longest)
