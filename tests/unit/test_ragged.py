@@ -15,6 +15,7 @@ from torch import nn
 from qflux.models.flux_kontext.positions import image_ids
 from qflux.ragged import fused
 from qflux.ragged.attention import masked_attention, ragged_attention
+from qflux.ragged.compilation import compile_blocks, watched
 from qflux.ragged.heads import join_turned_heads, turned_heads
 from qflux.ragged.interleave import Interleave
 from qflux.ragged.layout import PackedLayout, PaddedLayout, padding_ratio
@@ -187,3 +188,21 @@ def test_the_gradient_of_a_row_of_conditioning_is_the_sum_over_its_tokens(rows):
     (found,) = torch.autograd.grad((take(table, row) * seen).sum(), table)
     (expected,) = torch.autograd.grad((table.index_select(0, row) * seen).sum(), table)
     assert torch.allclose(found, expected, atol=1e-12)
+
+
+def test_compilation_tells_how_far_it_is():
+    torch._dynamo.reset()
+    told: list[tuple[int, float]] = []
+    layer = nn.Linear(3, 3)
+    with watched(lambda *progress: told.append(progress)):
+        compile_blocks([layer], backend="aot_eager")
+        assert told == []
+        layer(torch.randn(5, 3)).sum().backward()
+    assert [pieces for pieces, _ in told] == sorted(pieces for pieces, _ in told)
+    assert told[0] == (0, 0.0)
+    assert told[-1][0] >= 1
+    assert told[-1][1] > 0
+    count = len(told)
+    torch._dynamo.reset()
+    layer(torch.randn(4, 3))
+    assert len(told) == count, "nobody listens any more"

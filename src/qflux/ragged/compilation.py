@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch._dynamo.config as dynamo_config
 import torch.fx.experimental._config as shape_config
 from torch import nn
+from torch._dynamo.callback import callback_handler
 
 
 def compile_blocks(blocks: Iterable[nn.Module], backend: str | Callable[..., Any] = "inductor") -> None:
@@ -26,3 +29,30 @@ def compile_blocks(blocks: Iterable[nn.Module], backend: str | Callable[..., Any
     dynamo_config.specialize_float = True
     for block in blocks:
         block.compile(dynamic=True, backend=backend)
+
+
+@contextmanager
+def watched(listener: Callable[[int, float], None]) -> Iterator[None]:
+    """Tell `listener` whenever a piece of code is begun or done: how many are done, and the seconds they took.
+
+    A first step compiles for up to a minute, and would seem to hang.
+    """
+    pieces, spent, started = 0, 0.0, 0.0
+
+    def begin(_: object) -> None:
+        nonlocal started
+        started = time.perf_counter()
+        listener(pieces, spent)
+
+    def end(_: object) -> None:
+        nonlocal pieces, spent
+        pieces, spent = pieces + 1, spent + time.perf_counter() - started
+        listener(pieces, spent)
+
+    callback_handler.register_start_callback(begin)
+    callback_handler.register_end_callback(end)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(begin)
+        callback_handler.remove_end_callback(end)

@@ -30,6 +30,8 @@ def fit(
 
 def fit_and_tell(trainer: Trainer, accept_data_change: bool = False) -> None:
     """Train with a progress bar, and say how it went."""
+    from qflux.ragged.compilation import watched  # noqa: PLC0415  (imports torch: by now the trainer has)
+
     say_first(f"run: {trainer.config.run_dir.absolute()}")
     with progress_bar() as bar:
         task = bar.add_task("fit", total=None, note="loading")
@@ -39,7 +41,13 @@ def fit_and_tell(trainer: Trainer, accept_data_change: bool = False) -> None:
             bar.update(task, completed=report.step, total=report.total_steps, note=_progress_note(report))
             log(report.step, f"step {report.step}/{report.total_steps}  {_progress_note(report)}")
 
-        result = trainer.fit(on_step, accept_data_change)
+        def on_compiled(pieces: int, seconds: float) -> None:
+            note = f"compiling, once for all sizes: {pieces} pieces of code in {seconds:.0f} s"
+            bar.update(task, note=note)
+            log(0, note)
+
+        with watched(on_compiled):
+            result = trainer.fit(on_step, accept_data_change)
     if not launched().is_first:
         return
     if result.resumed_from:

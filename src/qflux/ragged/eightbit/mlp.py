@@ -29,7 +29,7 @@ def gelu_mlp(up: EightBitLinear, down: EightBitLinear, tokens: Tensor, beside: T
         rows = gelu_rows(hidden, beside, down.weight.dtype, False)
         return product(*rows, down.weight, down.scale, down.bias, tokens.dtype, False)
     layers = up.weight, up.scale, up.bias, down.weight, down.scale, down.bias
-    out: Tensor = _GeluMlp.apply(tokens, beside, *layers, down.is_last)
+    out: Tensor = _GeluMlp.apply(tokens, beside, down.is_last, *layers)
     return out
 
 
@@ -37,18 +37,8 @@ class _GeluMlp(torch.autograd.Function):
     """Keeps the hidden values as they were before the GELU."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        tokens: Tensor,
-        beside: Tensor | None,
-        up: Tensor,
-        up_scale: Tensor,
-        up_bias: Tensor | None,
-        down: Tensor,
-        down_scale: Tensor,
-        down_bias: Tensor | None,
-        is_last: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, beside: Tensor | None, is_last: bool, *layers: Any) -> Tensor:
+        up, up_scale, up_bias, down, down_scale, down_bias = layers
         hidden = product(*in_rows(tokens, up.dtype), up, up_scale, up_bias, tokens.dtype, False)
         ctx.save_for_backward(hidden, up, up_scale, down, down_scale)
         ctx.beside = 0 if beside is None else beside.shape[1]
