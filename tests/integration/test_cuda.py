@@ -61,7 +61,15 @@ AGAIN = "train.gradient_checkpointing=true"
 
 
 @pytest.mark.parametrize(
-    "extra", [[], [AGAIN], ["train.ema={decay: 0.9}"], [AGAIN, "train.streamed_blocks=3"]], ids=str
+    "extra",
+    [
+        [],
+        [AGAIN],
+        ["train.ema={decay: 0.9}"],
+        [AGAIN, "train.streamed_blocks=3"],
+        [AGAIN, "model.precision=fp8", "train.compile=true"],
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_nothing_waits_for_the_device_inside_a_step(recipe, extra, dtype, request):
@@ -226,6 +234,18 @@ def test_a_lora_trains_over_a_quantized_base(recipe, kind):
         json.loads(line)["held_out_loss"] for line in (config.run_dir / "validation.jsonl").read_text().splitlines()
     ]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_8_bit_products_learn_what_others_do_and_go_on_to_the_same_bytes(recipe, kind):
+    shared = [f"model.precision={kind}", "train.compile=true", "train.deterministic=true", AGAIN]
+    found = {}
+    for name, last in (("whole", 6), ("part", 3), ("part", 6)):
+        config = recipe(*shared, f"run_name={name}-{kind}", f"train.max_train_steps={last}")
+        found[name] = Trainer(config).fit()
+    assert found["part"].adapter.read_bytes() == found["whole"].adapter.read_bytes()
+    plain = Trainer(recipe(f"run_name=beside-{kind}", "train.max_train_steps=6")).fit()
+    assert found["whole"].last_loss == pytest.approx(plain.last_loss, rel=0.05)
 
 
 @pytest.mark.parametrize("optimizer", ["bitsandbytes.optim.AdamW8bit", "torch.optim.AdamW"])
