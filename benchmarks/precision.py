@@ -3,7 +3,7 @@
     python benchmarks/precision.py speed                       # CUDA: FLUX 12B; CPU: scaled down
     python benchmarks/precision.py speed --model qwen --rows "four, 45 %:recomputed"
     python benchmarks/precision.py errors                      # of the output and of the LoRA's gradient, by layer kind
-    python benchmarks/precision.py errors --demo               # the same of the demo's trained base, on the CPU
+    python benchmarks/precision.py demo                        # the same of the demo's model, and its edits
 
 The batches are those of `mixed_batch.py`; weights are random but for the demo's. "Two copies" keeps every weight turned
 beside the weight itself, which `ragged/eightbit` turns each time it is needed. Sampling: `predict_batch.py`.
@@ -13,27 +13,44 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import re
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from mixed_batch import BATCHES, FULL, SMALL, Batch, Scale, build_model, inputs_of, measure, training_step
+from mixed_batch import BATCHES, FULL, SMALL, Scale, build_model, inputs_of, measure, training_step
+from mixed_batch import Batch as RandomBatch
 from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from qflux.adapters.lora import inject, trainable
-from qflux.config import LoraSettings
-from qflux.demo.run import SMALL as DEMO
+from qflux.adapters.attach import Weighted
+from qflux.adapters.lora import trainable
+from qflux.capacity.planner import without_a_card
+from qflux.commands import Trainer
+from qflux.data.batch import Batch
+from qflux.data.images.decode import load_rgb
+from qflux.data.sample import Sample
+from qflux.demo.run import demo_config
+from qflux.losses.objective import Objective
 from qflux.memory.recomputation import recompute
 from qflux.models import get_family
 from qflux.models.precision import EIGHT_BITS, compute_in_eight_bits
+from qflux.pictures.drawing import GridRow, edit_grid, write_png
 from qflux.ragged.compilation import compile_blocks
+from qflux.sampling.predictor import Edit
+from qflux.training.batches import Batches
+from qflux.training.distributed import World
+from qflux.training.fit import chart
+from qflux.training.model import TrainedModel, load_to_train
 
 CLASSES = {
     "attention": r"flash|fmha|sdpa|attn",
@@ -50,10 +67,10 @@ KINDS = {
 }
 
 
-def batch_of(scale: Scale, name: str) -> Batch:
+def batch_of(scale: Scale, name: str) -> RandomBatch:
     count = len(BATCHES[name])
     texts = [n // scale.divide for n in (scale.text_lengths * count)[:count]]
-    return Batch([n // scale.divide for n in BATCHES[name]], texts)
+    return RandomBatch([n // scale.divide for n in BATCHES[name]], texts)
 
 
 def set_up(model: Any, scale: Scale, device: str, recomputed: bool) -> None:
@@ -168,13 +185,12 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-def errors(model: Any, scale: Scale, batch: Batch, device: str) -> None:
+Results = Callable[[], tuple[Tensor, Tensor]]
+"""The output of a model, and the gradient of all of its LoRA."""
+
+
+def errors(model: Any, blocks: Sequence[Any], results: Results) -> None:
     """Each kind of layers in 8 bits, the others as they were: what becomes of the output and of the gradient."""
-    torch.manual_seed(2)
-    for name, parameter in trainable(model).items():
-        if "lora_B" in name:  # zeros at first, which would leave lora_A without a gradient
-            nn.init.normal_(parameter, std=0.01)
-    blocks = get_family(scale.family).blocks(model)
     layers = [
         (name, layer)
         for block in blocks
@@ -183,7 +199,7 @@ def errors(model: Any, scale: Scale, batch: Batch, device: str) -> None:
     ]
     whole = [(layer, type(layer), layer.weight) for _, layer in layers]
     recompute(model, {id(block) for block in blocks})
-    output, gradient = results(model, scale, batch, device)
+    output, gradient = results()
     table = ["| layers in 8 bits | precision | output, relative error | LoRA gradient, cosine | relative error |"]
     table.append("|---" * 5 + "|")
     for precision in EIGHT_BITS:
@@ -192,7 +208,7 @@ def errors(model: Any, scale: Scale, batch: Batch, device: str) -> None:
             for (name, layer), (_, cls, weight) in zip(layers, whole, strict=True):
                 if not _is(name, kind, pattern):
                     layer.__class__, layer.weight = cls, weight
-            out, grad = results(model, scale, batch, device)
+            out, grad = results()
             cosine = F.cosine_similarity(grad.double(), gradient.double(), dim=0)
             table.append(
                 f"| {kind} | {precision} | {_apart(out, output):.2%} | {cosine:.4f} | {_apart(grad, gradient):.2%} |"
@@ -212,29 +228,90 @@ def _apart(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-def results(model: Any, scale: Scale, batch: Batch, device: str) -> tuple[Tensor, Tensor]:
-    """The output, and the gradient of all of the LoRA."""
-    inputs = inputs_of(model, scale, batch, device)
-    out = get_family(scale.family).velocity(model, inputs)
-    torch.manual_seed(1)
-    (out - torch.randn_like(out)).float().square().mean().backward()
-    gradient = torch.cat([p.grad.flatten() for p in trainable(model).values() if p.grad is not None])
+def of_random_weights(model: Any, scale: Scale, device: str) -> Results:
+    """Of a batch of random numbers."""
+    torch.manual_seed(2)
+    for name, parameter in trainable(model).items():
+        if "lora_B" in name:  # zeros at first, which would leave lora_A without a gradient
+            nn.init.normal_(parameter, std=0.01)
+    inputs = inputs_of(model, scale, batch_of(scale, "four, 45 %"), device)
+
+    def results() -> tuple[Tensor, Tensor]:
+        out = get_family(scale.family).velocity(model, inputs)
+        torch.manual_seed(1)
+        return out.detach().float().flatten(), gradient(model, (out - torch.randn_like(out)).float().square().mean())
+
+    return results
+
+
+def gradient(model: Any, loss: Tensor) -> Tensor:
+    loss.backward()
+    found = torch.cat([p.grad.flatten() for p in trainable(model).values() if p.grad is not None])
     model.zero_grad()
-    return out.detach().float().flatten(), gradient
+    return found
 
 
-def demo_model() -> tuple[Any, Scale]:
-    """The base that ships with qflux, with the LoRA of its demo."""
-    family = get_family(DEMO.family)
-    model = family.transformer.from_pretrained(DEMO.folder / "transformer")
-    inject(model, LoraSettings(rank=16), DEMO.lora_targets, seed=0)
-    shape = {"joint_attention_dim": model.config.joint_attention_dim}
-    return model.train(), Scale("the demo's base", DEMO.family, shape, (16,) * 4, 32, torch.float32, 1)
+def demo(folder: Path) -> None:
+    """Errors of the demo's base on its own samples, when its LoRA begins and when it ends; its edits in each."""
+    trainer = Trainer(demo_config(folder, ["run_name=precision", "train.preflight=false"]))
+    adapter = folder / "night" / "adapter"
+    if not adapter.exists():
+        sys.exit(f"there is no {adapter}: run qflux demo first")
+    config, pretrained, dataset, world = trainer.config, trainer.pretrained, trainer.samples(), World()
+    course, choice = chart(config, pretrained, dataset, world, False), without_a_card(config)
+    for which, start in {"before its first step": None, "that has learnt": adapter}.items():
+        transformer = load_to_train(config, pretrained, world, choice)
+        model = TrainedModel(transformer, trainer.family, config, world, trainer.device, choice, start)
+        channels = trainer.family.widths(transformer).image
+        batches = Batches(
+            config, course.plan, dataset.training, course.reader, course.levels, channels, world, trainer.device
+        )
+        shown = [batch for step in batches.steps(0, 8) for batch in step]
+        print(f"\nthe demo's base, a LoRA {which}, {len(shown)} batches, CPU, torch {torch.__version__}\n")
+        errors(transformer, trainer.family.blocks(transformer), of_batches(model, shown, Objective(config.loss)))
+    draw(folder, [sample for sample in dataset.held_out if sample.images])
+
+
+def of_batches(model: TrainedModel, shown: Sequence[Batch], objective: Objective) -> Results:
+    """Of batches as training has them."""
+
+    def results() -> tuple[Tensor, Tensor]:
+        out = [model.velocity(batch) for batch in shown]
+        loss = torch.stack([objective(one, batch)[0] for one, batch in zip(out, shown, strict=True)]).sum()
+        return torch.cat([one.detach().flatten() for one in out]), gradient(model.transformer, loss)
+
+    return results
+
+
+def draw(folder: Path, samples: Sequence[Sample]) -> None:
+    """Held-out edits, the same noise in each precision."""
+    edits = [
+        Edit(tuple(load_rgb(control.ref) for control in sample.own_images.controls), sample.prompt, seed=seed)
+        for seed, sample in enumerate(samples)
+    ]
+    adapter = [Weighted(folder / "night" / "adapter")]
+    drawn = {
+        name: Trainer(demo_config(folder, [f"model.precision={name}"])).predictor(adapter)(edits)
+        for name in ("null", *EIGHT_BITS)
+    }
+    pixels = {name: [torch.from_numpy(np.array(image)).float() for image in found] for name, found in drawn.items()}
+    print("\n| edits in | PSNR with those in float32: lowest, mean |\n|---|---|")
+    for name in EIGHT_BITS:
+        noise = [(a - b).square().mean() for a, b in zip(pixels[name], pixels["null"], strict=True)]
+        decibels = [10 * math.log10(255**2 / float(each)) for each in noise]
+        print(f"| {name} | {min(decibels):.1f}, {sum(decibels) / len(decibels):.1f} dB |")
+    columns = {"float32": "null", **{name: name for name in EIGHT_BITS}}
+    given = [
+        {"control": edit.controls[0]} | {title: drawn[name][k] for title, name in columns.items()}
+        for k, edit in enumerate(edits[:4])
+    ]
+    rows = [GridRow(edit.prompt, images) for edit, images in zip(edits, given, strict=False)]
+    print(write_png(folder / "precision.png", edit_grid(rows, ["control", *columns])))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["speed", "errors"])
+    parser.add_argument("what", choices=["speed", "errors", "demo"])
     parser.add_argument("--model", choices=sorted(FULL), default="flux")
     parser.add_argument("--precisions", nargs="*", default=["bf16", "fp8", "fp8, two copies", "int8"])
     parser.add_argument(
@@ -242,19 +319,18 @@ def main() -> None:
         nargs="*",
         default=["four, 45 %:stored", "four, 45 %:recomputed", "sixteen small:recomputed"],
     )
-    parser.add_argument("--demo", action="store_true", help="errors of the demo's trained base")
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="of the demo")
     arguments = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() and not arguments.demo else "cpu"
+    if arguments.what == "demo":
+        demo(arguments.folder)
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     scale = (FULL if device == "cuda" else SMALL)[arguments.model]
     machine = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    if arguments.demo:
-        model, scale = demo_model()
-        print(f"{scale.name}, {machine}, torch {torch.__version__}\n", flush=True)
-        errors(model, scale, batch_of(scale, "four, 45 %"), device)
-        return
     print(f"{scale.name}, LoRA rank 16, {machine}, torch {torch.__version__}, median of {scale.repeats}\n", flush=True)
     if arguments.what == "errors":
-        errors(build_model(scale, device), scale, batch_of(scale, "four, 45 %"), device)
+        model = build_model(scale, device)
+        errors(model, get_family(scale.family).blocks(model), of_random_weights(model, scale, device))
     else:
         speed(scale, device, arguments.precisions, arguments.rows)
 
