@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo studio test test-all lint docs browser bench clean
+.PHONY: demo studio test test-all torture faults lint docs browser bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,16 @@ test: $(STAMP)
 
 test-all: $(STAMP) browser
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
+
+# Bad inputs and kills, drawn from a seed, for so many minutes; docs/reliability.md says what they are.
+MINUTES ?= 10
+SEED ?= 0
+torture: $(STAMP)
+	PYTHONPATH=tests:tests/parity $(BIN)/python -m torture --minutes $(MINUTES) --seed $(SEED) --workers $(WORKERS)
+
+# Bugs put into the code on purpose, and which attack finds each.
+faults: $(STAMP)
+	PYTHONPATH=tests:tests/parity $(BIN)/python -m torture.faults
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -562,10 +562,14 @@ KINDS = _marked(REFERENCES)
 class Models:
     """qflux's transformer and diffusers' own with the same weights and the same nonzero LoRA."""
 
-    def __init__(self, name: str, seed: int = 0) -> None:
+    def __init__(self, name: str, seed: int = 0, change: Callable[[Any], Any] | None = None) -> None:
+        """`change` makes another description of the transformer from that of the tiny one."""
         self.reference = REFERENCES[name]
         self.family = get_family(self.reference.family)
         self.ours = self.reference.components(seed).transformer
+        if change is not None:
+            torch.manual_seed(seed)
+            self.ours = type(self.ours).from_config(change(self.ours.config))
         self.stock = self.reference.stock.from_config(self.ours.config)
         self.stock.load_state_dict(self.ours.state_dict())
         targets = list(self.reference.lora_targets)

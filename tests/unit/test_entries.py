@@ -88,6 +88,16 @@ def test_blocks_out_of_place_are_noticed(tmp_path):
         tensor_file.read(tmp_path / "e")
 
 
+def test_words_that_change_places_are_noticed_when_an_entry_is_read_for_the_first_time(tmp_path):
+    (tmp_path / "e").write_bytes(tensor_file.dump({"a": torch.randn(4096)}))
+    data = bytearray((tmp_path / "e").read_bytes())
+    data[-800:-792], data[-8:] = data[-8:], data[-800:-792]
+    (tmp_path / "e").write_bytes(data)
+    tensor_file.read(tmp_path / "e", exactly=False)
+    with pytest.raises(BrokenEntry, match="checksum"):
+        tensor_file.read(tmp_path / "e")
+
+
 def test_an_entry_knows_its_name(tmp_path):
     (tmp_path / "e").write_bytes(tensor_file.dump(TENSORS, "text/a"))
     assert tensor_file.is_whole(tmp_path / "e", "text/a")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from qflux.adapters.merge import Merged, merge
 from qflux.adapters.names import Names
 from qflux.data.encoded import TextEmbedding
 from qflux.errors import CheckpointError
+from qflux.files.atomic import sweep
 from qflux.models.family import Family, ModelInputs
 from qflux.ragged.shapes import Shapes
 
@@ -40,7 +42,10 @@ def save_verified(
         if not bool(layer.down.isfinite().all() and layer.up.isfinite().all()):
             raise CheckpointError(f"{path} is not written: {name} holds NaN or infinite values", "train it again.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.with_name(f".{path.name}.{os.getpid()}.check.safetensors")
+    sweep(path.parent, path.name)
+    folder = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    folder.mkdir(exist_ok=True)
+    staging = folder / path.name
     try:
         write_lora(staging, layers, form, names, record)
         written = read_adapter(staging)
@@ -55,7 +60,7 @@ def save_verified(
         check(written)
         staging.replace(path)
     finally:
-        staging.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def require_same_output(

@@ -15,6 +15,9 @@ import torch
 from qflux.adapters.layers import FOREIGN, LoraLayer, LoraLayers
 from qflux.errors import CheckpointError
 
+_LEAST = 1e-20
+"""Of a strength that anything can be divided by."""
+
 Parts = Mapping[str, list[list[float]]]
 """Rank and alpha of each part of a fused layer."""
 
@@ -142,6 +145,8 @@ class Names:
         for member, up, (rank, alpha) in zip(members, ups, parts, strict=True):
             columns = slice(start, start + int(rank))
             if rank:
+                if not abs(layer.scale) > _LEAST:
+                    raise CheckpointError(f"{file}: the alpha of {name} is {layer.alpha:g}", "train it again.")
                 factor = alpha / rank / layer.scale
                 own = up[:, columns].contiguous() if factor == 1 else up[:, columns] / factor
                 result[member] = LoraLayer(layer.down[columns].contiguous(), own, alpha)

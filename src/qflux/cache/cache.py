@@ -41,6 +41,8 @@ class EmbeddingCacheManager:
         self.root = root
         self.index = FileIndex(root / "index.jsonl")
         self._entries = root / "entries"
+        self._seen: set[str] = set()
+        """Keys of entries that this process has read before."""
 
     def entry_path(self, kind: str, key: str) -> Path:
         return self._entries / f"{kind}/{key[:2]}/{key}.safetensors"
@@ -59,7 +61,8 @@ class EmbeddingCacheManager:
         """An entry; a `CacheError` that names it if it is missing or not what was written."""
         path = self.entry_path(kind, key)
         try:
-            tensors = tensor_file.read(path, f"{kind}/{key}")
+            tensors = tensor_file.read(path, f"{kind}/{key}", exactly=key not in self._seen)
+            self._seen.add(key)
             if KINDS[kind] not in tensors:
                 raise BrokenEntry(f"it has no tensor {KINDS[kind]}")
             return tensors

@@ -1,8 +1,9 @@
 """One embedding in a file that can tell whether it is whole.
 
 An entry is an ordinary safetensors file. Its metadata holds its own name, and two checksums over the header (without
-them) and the data: `sum`, which costs next to nothing and is checked whenever an entry is read, and `sha256`, which
-`qflux cache verify` checks. Equal contents under equal names give equal bytes.
+them) and the data: `sha256`, which is checked when a process reads an entry for the first time, and by `qflux cache
+verify`; and `sum`, which costs next to nothing and is checked in later epochs. Equal contents under equal names give
+equal bytes.
 """
 
 from __future__ import annotations
@@ -62,12 +63,16 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return hashlib.sha256(dump(tensors)).hexdigest()
 
 
-def read(path: Path, name: str = "") -> dict[str, Tensor]:
-    """The tensors of an entry. A damaged file, or another entry, is a `BrokenEntry`; a missing one an `OSError`."""
+def read(path: Path, name: str = "", exactly: bool = True) -> dict[str, Tensor]:
+    """The tensors of an entry. A damaged file, or another entry, is a `BrokenEntry`; a missing one an `OSError`.
+
+    `exactly` checks the strong checksum too; the other one does not see two words that have changed places.
+    """
     buffer = _bytes(path)
     parsed = _parse(buffer, name)
-    if parsed.metadata.get("sum") != _sum(parsed.bare, buffer[parsed.start :].data):
-        raise BrokenEntry("its contents do not fit its checksum")
+    for kind, checksum in (("sum", _sum), ("sha256", _sha256))[: 1 + exactly]:
+        if parsed.metadata.get(kind) != checksum(parsed.bare, buffer[parsed.start :].data):
+            raise BrokenEntry("its contents do not fit its checksum")
     data = torch.from_numpy(buffer[parsed.start :])
     return {
         name: data[item.begin : item.begin + item.count * item.dtype.itemsize].view(item.dtype).view(item.shape)

@@ -88,7 +88,8 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     ]
     for override in overrides:
         _override(values, override)
-    values = {key: value for key, value in values.items() if value is not None}  # an empty section is its defaults
+    known = Config.model_fields
+    values = {key: value for key, value in values.items() if value is not None or key not in known}  # empty: defaults
     problems = unwrapping
     try:
         config = Config.model_validate(values)

@@ -16,7 +16,7 @@ from PIL import Image
 from qflux.config import Config
 from qflux.data.dataset import Dataset
 from qflux.data.lint.alignment import Drift
-from qflux.files.atomic import write_bytes, write_json
+from qflux.files.atomic import sweep, write_bytes, write_json
 from qflux.files.jsonl import append_line
 from qflux.measures.edit import EditMeasures, means, perceptual_means
 from qflux.models.registry import facts_of
@@ -81,6 +81,8 @@ class Journal:
         listener: Listener | None,
     ) -> None:
         self._paths = paths = RunPaths(config.run_dir)
+        for folder in (paths.root, paths.checkpoints, paths.samples, *paths.samples.glob("step-*/")):
+            sweep(folder)  # what a kill has left
         write_bytes(paths.config, yaml.safe_dump(config.dump(), sort_keys=False).encode())
         write_json(paths.environment, environment())
         write_json(paths.noise_levels, {"curves": [{"name": name, "points": curve} for name, curve in levels.items()]})

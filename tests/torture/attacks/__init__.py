@@ -1,0 +1,45 @@
+"""ADD AN ATTACK HERE: a function of a case that raises `Wrong`, and its line in the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torture.attacks import configs, jobs, kills, pictures, places, shapes, stored, studio
+from torture.cases import Case
+
+
+@dataclass(frozen=True)
+class Attack:
+    """What is done in a case, and how often beside the others."""
+
+    do: Callable[[Case], None]
+    share: int
+    """Cases of this kind in a round of all."""
+    quick: int = 1
+    """Cases in the short, fixed part."""
+
+
+ATTACKS: dict[str, Attack] = {
+    "configs.recipe": Attack(configs.recipe, 40, 40),
+    "configs.text": Attack(configs.text, 20, 20),
+    "configs.checked": Attack(configs.checked, 2, 2),
+    "pictures.folder": Attack(pictures.folder, 8, 5),
+    "pictures.table": Attack(pictures.table, 8, 5),
+    "jobs.list": Attack(jobs.listed, 4, 3),
+    "stored.entry": Attack(stored.entry, 4, 3),
+    "stored.checkpoint": Attack(stored.checkpoint, 2, 3),
+    "stored.run_file": Attack(stored.run_file, 2, 3),
+    "stored.lora": Attack(stored.lora, 12, 10),
+    "shapes.batch": Attack(shapes.batch, 12, 6),
+    "kills.cache": Attack(kills.cache, 2, 2),
+    "kills.fit": Attack(kills.fit, 3, 2),
+    "kills.fit_of_two": Attack(kills.fit_of_two, 1, 1),
+    "kills.jobs": Attack(kills.jobs, 1, 1),
+    "kills.export": Attack(kills.export, 2, 2),
+    "kills.studio": Attack(studio.killed, 2, 1),
+    "places.full": Attack(places.full, 2, 2),
+    "places.forbidden": Attack(places.forbidden, 2, 1),
+    "places.two_at_once": Attack(places.two_at_once, 1, 1),
+    "places.clock": Attack(places.clock, 1, 1),
+}
