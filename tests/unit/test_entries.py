@@ -89,7 +89,7 @@ def test_blocks_out_of_place_are_noticed(tmp_path):
 
 
 def test_words_that_change_places_are_noticed_when_an_entry_is_read_for_the_first_time(tmp_path):
-    (tmp_path / "e").write_bytes(tensor_file.dump({"a": torch.randn(4096)}))
+    (tmp_path / "e").write_bytes(tensor_file.dump({"a": torch.randn(32768)}))
     data = bytearray((tmp_path / "e").read_bytes())
     data[-800:-792], data[-8:] = data[-8:], data[-800:-792]
     (tmp_path / "e").write_bytes(data)
