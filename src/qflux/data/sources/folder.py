@@ -11,7 +11,8 @@ control_images/<base>_control_1.png   further controls, counted from 1
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from qflux.data.images.decode import SUFFIXES, ImageFile, shown
@@ -34,14 +35,15 @@ def read_folder(root: Path) -> Listing:
     listing = Listing(shown(root))
     unclear: set[str] = set()
     """Targets of which it can't be told what belongs to them; they are left out."""
-    listed = _by_stem(targets_dir, listing, unclear)
-    beside = _by_stem(controls_dir, listing, unclear) if controls_dir.is_dir() else {}
+    there = _Folder.read(targets_dir)
+    listed = _by_stem(there, listing, unclear)
+    beside = _by_stem(_Folder.read(controls_dir), listing, unclear) if controls_dir.is_dir() else {}
     if not controls_dir.is_dir():
         listing.notes.append(f"there is no folder {shown(controls_dir)}: the samples have no control images")
     targets = {stem: path for stem, path in listed.items() if masked_base(stem, listed) is None}
     masks = _masks(targets, [*listed.values(), *beside.values()], listing, unclear)
     controls = _controls(targets, beside, listing, unclear)
-    texts = _texts(targets, targets_dir, listing)
+    texts = _texts(targets, there, listing)
 
     for base, target in sorted(targets.items()):
         wording = _wording(target, texts.get(base, {}), listing)
@@ -56,20 +58,39 @@ def read_folder(root: Path) -> Listing:
     return listing
 
 
-def _files(folder: Path) -> Iterable[Path]:
-    """All files, and links that lead nowhere: those are found out when the image is read."""
-    return (f for f in sorted(folder.iterdir()) if (f.is_file() or f.is_symlink()) and not f.name.startswith("."))
+@dataclass(frozen=True)
+class _Folder:
+    """What is in a folder, looked at once: there may be tens of thousands."""
+
+    path: Path
+    files: list[Path]
+    """By name; also links that lead nowhere: those are found out when the image is read."""
+    folders: list[str]
+
+    @classmethod
+    def read(cls, path: Path) -> _Folder:
+        with os.scandir(path) as entries:
+            found = sorted((entry.name, _kind(entry)) for entry in entries)
+        files = [path / name for name, kind in found if kind == "file" and not name.startswith(".")]
+        return cls(path, files, [name for name, kind in found if kind == "folder"])
 
 
-def _by_stem(folder: Path, listing: Listing, unclear: set[str]) -> dict[str, Path]:
+def _kind(entry: os.DirEntry[str]) -> str:
+    try:
+        if entry.is_dir():
+            return "folder"
+        return "file" if entry.is_file() or entry.is_symlink() else "other"
+    except OSError:  # a link to itself
+        return "file"
+
+
+def _by_stem(folder: _Folder, listing: Listing, unclear: set[str]) -> dict[str, Path]:
     """Images by file name without suffix; two images of one name are ambiguous."""
     images: dict[str, Path] = {}
-    ignored = [f"{path.name}/" for path in sorted(folder.iterdir()) if path.is_dir()]
-    for file in _files(folder):
-        if file.is_dir():
-            continue
+    ignored = [f"{name}/" for name in folder.folders]
+    for file in folder.files:
         if file.suffix.lower() not in SUFFIXES:
-            ignored += [] if file.suffix.lower() == ".txt" and folder.name == TARGETS else [file.name]
+            ignored += [] if file.suffix.lower() == ".txt" and folder.path.name == TARGETS else [file.name]
         elif file.stem in images:
             listing.fault(shown(file), f"a second image named {file.stem!r} beside {images[file.stem].name}")
             unclear.add(owner(file.stem))
@@ -77,7 +98,7 @@ def _by_stem(folder: Path, listing: Listing, unclear: set[str]) -> dict[str, Pat
             images[file.stem] = file
     if ignored:
         names = ", ".join(map(shown, ignored[:5]))
-        listing.notes.append(f"{shown(folder)}: {len(ignored)} entries are no images and are not used: {names}")
+        listing.notes.append(f"{shown(folder.path)}: {len(ignored)} entries are no images and are not used: {names}")
     return images
 
 
@@ -124,10 +145,10 @@ _PROMPT, _SECOND = 0, -1
 """Texts of a sample are kept by number: its prompt, a second one, and further captions from 1."""
 
 
-def _texts(targets: dict[str, Path], folder: Path, listing: Listing) -> dict[str, dict[int, Path]]:
+def _texts(targets: dict[str, Path], folder: _Folder, listing: Listing) -> dict[str, dict[int, Path]]:
     """The files with what is said of each target."""
     texts: dict[str, dict[int, Path]] = {}
-    for file in (file for file in _files(folder) if file.suffix.lower() == ".txt"):
+    for file in (file for file in folder.files if file.suffix.lower() == ".txt"):
         base, number = file.stem, _PROMPT
         if base not in targets:  # an image may be called like a caption; then this is its prompt
             caption = further_caption(file.stem)
