@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from helpers import run
+from qflux.commands import Trainer
 from qflux.data.images.decode import ImageFile, load_rgb
 from qflux.errors import CheckpointError, DataError, redacted
 from qflux.files.atomic import new_folder, sweep
@@ -202,3 +203,18 @@ def test_a_token_in_an_address_reaches_neither_message_nor_file(config_file, con
     assert "topsecret99" not in printed.out + printed.err
     assert "example.org" in printed.err
     assert "topsecret99" not in yaml.safe_dump(config(f"model.pretrained={secret}").dump())
+
+
+def test_what_kills_have_left_half_written_is_gone_when_a_run_goes_on(config):
+    settings = config("train.max_train_steps=2", "validation.images=0")
+    left = [
+        settings.run_dir / name
+        for name in ("samples/.step-00000001.png.99999999.tmp", "samples/step-00000001/.a.png.99999999.tmp")
+    ]
+    folder = settings.run_dir / "adapter" / ".pytorch_lora_weights.safetensors.99999999.tmp"
+    folder.mkdir(parents=True)
+    for file in (*left, folder / "pytorch_lora_weights.safetensors"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"half")
+    Trainer(settings).fit()
+    assert list(settings.run_dir.rglob("*.tmp")) == []

@@ -266,3 +266,9 @@ def test_no_limit_on_aspect_ratios_is_none():
 
 def test_fp8_weights_and_compilation_are_refused_together():
     assert "model.quantization: fp8 and train.compile" in problems_of("model.quantization=fp8", "train.compile=true")
+
+
+def test_an_unknown_key_without_a_value_is_unknown_all_the_same():
+    with pytest.raises(ConfigError, match="trainy"):
+        load_config({"model": {"pretrained": "x"}, "data": {"path": "x"}, "trainy": None})
+    assert load_config({"model": {"pretrained": "x"}, "data": {"path": "x"}, "train": None}).train.num_epochs == 1

@@ -633,3 +633,23 @@ def test_the_model_card_says_how_references_are_numbered_in_comfyui_where_that_m
     card = write_card(tmp_path, Record(name), family, "x.safetensors").read_text()
     assert family.pipeline in card
     assert ("the reference method `index`" in card) == (name == "flux-kontext")
+
+
+def test_numbers_that_break_the_model_are_an_error_that_names_the_file():
+    family, transformer, names = model("flux-kontext")
+    lora = {name: replace(layer, up=layer.up * 1e30) for name, layer in random_lora(names, ATTENTION).items()}
+    with pytest.raises(CheckpointError, match=r"broken\.safetensors: with it the model's output is NaN or infinite"):
+        require_same_output(transformer, family, lora, lora, "broken.safetensors")
+
+
+def test_a_fused_layer_without_strength_is_an_error_that_names_it(tmp_path):
+    family, transformer, names = model("flux-kontext")
+    tensors = format_of("comfyui").write(random_lora(names, ATTENTION), names)
+    record = Record("flux-kontext")
+    save_verified(tmp_path / "own.safetensors", random_lora(names, ATTENTION), "comfyui", names, record)
+    with safe_open(tmp_path / "own.safetensors", "pt") as file:
+        metadata, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (no dict)
+    zeros = {key: torch.zeros_like(value) if key.endswith("alpha") else value for key, value in tensors.items()}
+    save_file(zeros, tmp_path / "zeros.safetensors", metadata)
+    with pytest.raises(CheckpointError, match=r"zeros\.safetensors: the alpha of .* is 0"):
+        read_adapter(tmp_path / "zeros.safetensors").layers(family, transformer)

@@ -74,7 +74,7 @@ def _converted(pretrained: Pretrained, transformer: nn.Module, file: AdapterFile
     def compare(written: AdapterFile) -> None:
         nonlocal apart
         again = written.layers(family, transformer)
-        apart = require_same_output(transformer, family, layers, again)
+        apart = require_same_output(transformer, family, layers, again, file.path)
 
     save_verified(target, layers, form, names, record, compare)
     card = write_card(target.parent, record, family, target.name, pipeline=pretrained.facts.pipeline)

@@ -28,6 +28,9 @@ __all__ = ["Merged", "merge", "probe", "require_same_output", "save_verified"]
 
 logger = logging.getLogger(__name__)
 
+_TOLERANCE = 1e-4
+"""How far outputs of a LoRA and of what was written may be apart."""
+
 
 def save_verified(
     path: Path,
@@ -64,9 +67,12 @@ def save_verified(
 
 
 def require_same_output(
-    transformer: nn.Module, family: Family, first: LoraLayers, second: LoraLayers, tolerance: float = 1e-4
+    transformer: nn.Module, family: Family, first: LoraLayers, second: LoraLayers, file: object = "the LoRA"
 ) -> float:
-    """How far the model with one LoRA is from the model with the other, of the output's length; too far is an error."""
+    """How far the model with one LoRA, of `file`, is from the model with the other, of the output's length.
+
+    Too far is an error.
+    """
     outputs = []
     for number, layers in enumerate((first, second)):
         name = f"check_{number}"
@@ -74,8 +80,13 @@ def require_same_output(
         set_weights(transformer, {name: 1.0})
         outputs.append(probe(transformer, family))
         detach(transformer, name)
+    if not bool(outputs[0].isfinite().all()):
+        raise CheckpointError(
+            f"{file}: with it the model's output is NaN or infinite",
+            "its numbers are damaged, or far too large; train it again.",
+        )
     apart = float((outputs[0] - outputs[1]).norm() / outputs[0].norm())
-    if not apart <= tolerance:
+    if not apart <= _TOLERANCE:
         raise CheckpointError(f"the exported LoRA changes the model's output by {apart:.2g}", "please report this.")
     return apart
 

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import secrets
 from collections.abc import Callable
@@ -31,6 +32,8 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
 }
 _OPEN = "/open/"
+_AFTER_A_GUESS = 1.0
+"""Seconds that a wrong password takes; guesses are looked at one after another."""
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 _SIGN_IN = """<!doctype html><meta charset="utf-8"><title>qflux studio</title>
 <body style="font: 16px system-ui; margin: 15vh auto; max-width: 26em; padding: 0 1em">
@@ -54,6 +57,7 @@ class Guard:
         self._hosts = {f"{name}:{port}" for name in _LOOPBACK}
         self._is_open = host not in _LOOPBACK
         """It listens beyond loopback; then any name may lead here, and the password stands guard."""
+        self._one_guess = asyncio.Lock()
         self._session = secrets.token_urlsafe(32)
         self._token = secrets.token_urlsafe(16)
         self.on_used: Callable[[], None] = lambda: None
@@ -125,7 +129,11 @@ class Guard:
             if len(body) > 4096:
                 return _error(413, "that is no password")
         given = parse_qs(body.decode(errors="replace")).get("password", [""])[0]
-        if self._password is None or not hmac.compare_digest(given.encode(), self._password.encode()):
+        async with self._one_guess:
+            is_right = self._password is not None and hmac.compare_digest(given.encode(), self._password.encode())
+            if not is_right:
+                await asyncio.sleep(_AFTER_A_GUESS)
+        if not is_right:
             return HTMLResponse(_SIGN_IN.format(body="<p>That is not it.</p>" + _PASSWORD), status_code=401)
         return self._welcome()
 

@@ -124,7 +124,6 @@ FAULTS: dict[str, Callable[[Case, Path, str], None]] = {
     "no prompt": _words(None),
     "empty prompt": _words(b" \n\t"),
     "too long a prompt": _words(b"very " * 3000),
-    "a folder": _folder_instead,
     "a link to itself": _loop,
     "a mask of another size": _mask,
     "too long": _long,
@@ -133,7 +132,7 @@ FAULTS: dict[str, Callable[[Case, Path, str], None]] = {
 ODD: dict[str, Callable[[Case, Path, str], None]] = {
     "grey": _mode("L"), "palette": _mode("P"), "alpha": _mode("RGBA"), "CMYK": _mode("CMYK"), "16 bits": _deep,
     "bytes in a prompt": _words(b"\xff\xfe\x00bad \x80\x81"), "controls in a prompt": _words(b"a\x00b\x1b[31mred\r\n"),
-    "a mark in a prompt": _words(b"\xef\xbb\xbfmake it snow"), "spoiled": _spoiled,
+    "a mark in a prompt": _words(b"\xef\xbb\xbfmake it snow"), "spoiled": _spoiled, "a folder": _folder_instead,
 }  # fmt: skip
 """What may be fine, or not."""
 
