@@ -59,8 +59,8 @@ def fit_of_two(case: Case) -> None:
         most = case.ground.lines["fit"]
         moments = [case.random.randint(1, most) if rank == 0 or case.random.random() < 0.5 else None for rank in (0, 1)]
         case.note(f"killed at {moments}")
-        case.kills += 1
-        _two(case, ("fit", "--config", config), moments)
+        ended = _two(case, ("fit", "--config", config), moments)
+        case.kills += sum(outcome.code == -signal.SIGKILL for outcome in ended)
     for outcome in _two(case, ("fit", "--config", config), [None, None]):
         case.require(outcome, (0,))
     require_equal(results(case.folder / "runs" / "pair"), results(whole), "the run of two processes")
@@ -136,7 +136,7 @@ def _killed(
                 case.require(outcome, (0,))
         else:
             case.require(outcome, (0, 130))
-        case.kills += 1
+        case.kills += outcome.code != 0
         look()
 
 
