@@ -30,22 +30,16 @@ class Fault:
 
 FAULTS = {
     "not renamed": Fault(
-        "files are written under their final name at once",
+        "files are written a second time under their final name, and not renamed",
         "files/atomic.py",
-        'temporary = (staging or path.parent) / f".{path.name}.{os.getpid()}.tmp"',
-        "temporary = path",
+        "        temporary.replace(path)\n",
+        "        path.write_bytes(temporary.read_bytes())\n",
     ),
-    "sum not compared": Fault(
+    "checksums": Fault(
         "the checksums of a cache entry are not compared when it is read",
         "cache/tensor_file.py",
         "if parsed.metadata.get(kind) != checksum(parsed.bare, buffer[parsed.start :].data):",
         'if parsed.metadata.get(kind) == "":',
-    ),
-    "sha not compared": Fault(
-        "`cache verify` does not compare the strong checksum",
-        "cache/tensor_file.py",
-        'if parsed.metadata.get("sha256") != _sha256(parsed.bare, buffer[parsed.start :].data):',
-        'if parsed.metadata.get("sha256") == "":',
     ),
     "swallowed": Fault(
         "what is wrong with a picture is forgotten when it is encoded",

@@ -80,14 +80,6 @@ def read(path: Path, name: str = "", exactly: bool = True) -> dict[str, Tensor]:
     }
 
 
-def check(path: Path, name: str = "") -> None:
-    """A `BrokenEntry` unless the file is exactly what was written, by its strong checksum."""
-    buffer = _bytes(path)
-    parsed = _parse(buffer, name)
-    if parsed.metadata.get("sha256") != _sha256(parsed.bare, buffer[parsed.start :].data):
-        raise BrokenEntry("its contents do not fit its checksum")
-
-
 def is_whole(path: Path, name: str = "") -> bool:
     """The file has the length that its header says; nothing else is looked at."""
     try:
