@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import pathlib
+import shutil
 import signal
 import sys
 import threading
@@ -28,7 +30,7 @@ def counting(file: Path) -> Callable[[Work], Work]:
     def around(work: Work) -> Work:
         def counted() -> None:
             counters = {True: itertools.count(), False: itertools.count()}
-            _watch(ROOMS, lambda name: next(counters[name.startswith(_prefixes(WRITING))]))
+            _watch(ROOMS, lambda name: next(counters[name.startswith((*_prefixes(WRITING), *BELOW))]))
             try:
                 work()
             finally:
@@ -64,9 +66,13 @@ def _prefixes(rooms: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(SOURCE + room for room in rooms)
 
 
+BELOW = tuple(str(module.__file__) for module in (pathlib, shutil))
+"""What writes on behalf of others: its lines count where it was called by what writes."""
+
+
 def _watch(rooms: tuple[str, ...], look: Callable[[str], Any]) -> None:
     """Call `look` with the file of every line of these rooms, in every thread."""
-    prefixes, known = _prefixes(rooms), dict[str, bool]()
+    prefixes, known, writing = _prefixes(rooms), dict[str, bool](), _prefixes(WRITING)
 
     def inside(frame: Any, event: str, argument: Any) -> Any:
         if event == "line":
@@ -75,6 +81,9 @@ def _watch(rooms: tuple[str, ...], look: Callable[[str], Any]) -> None:
 
     def enter(frame: Any, event: str, argument: Any) -> Any:
         name = frame.f_code.co_filename
+        if name in BELOW:
+            caller = frame.f_back.f_code.co_filename if frame.f_back is not None else ""
+            return inside if caller.startswith(writing) else None
         if name not in known:
             known[name] = name.startswith(prefixes)
         return inside if known[name] else None
