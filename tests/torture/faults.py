@@ -41,12 +41,6 @@ FAULTS = {
         "if parsed.metadata.get(kind) != checksum(parsed.bare, buffer[parsed.start :].data):",
         'if parsed.metadata.get(kind) == "":',
     ),
-    "swallowed": Fault(
-        "what is wrong with a picture is forgotten when it is encoded",
-        "cache/filler.py",
-        "            self._failed[entry.key] = content\n",
-        "",
-    ),
     "manifest not compared": Fault(
         "a checkpoint's manifest is not compared with its files",
         "training/checkpoint.py",
@@ -77,8 +71,8 @@ FAULTS = {
         "        except (ValueError, RecursionError):\n            continue\n",
         "        except RecursionError:\n            continue\n",
     ),
-    "full disk": Fault(
-        "a line that does not fit on the disk is left out without a word",
+    "swallowed": Fault(
+        "an error while a line is written is swallowed",
         "files/jsonl.py",
         "        raise OSError(error.errno, error.strerror, str(path)) from error\n",
         "        return\n",

@@ -21,8 +21,8 @@ class Attack:
 
 
 ATTACKS: dict[str, Attack] = {
-    "configs.recipe": Attack(configs.recipe, 120, 40),
-    "configs.text": Attack(configs.text, 60, 20),
+    "configs.recipe": Attack(configs.recipe, 200, 40),
+    "configs.text": Attack(configs.text, 100, 20),
     "configs.checked": Attack(configs.checked, 2, 2),
     "pictures.folder": Attack(pictures.folder, 8, 5),
     "pictures.table": Attack(pictures.table, 8, 5),
