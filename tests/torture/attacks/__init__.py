@@ -37,6 +37,7 @@ ATTACKS: dict[str, Attack] = {
     "kills.fit_of_two": Attack(kills.fit_of_two, 1, 1),
     "kills.jobs": Attack(kills.jobs, 2, 1),
     "kills.export": Attack(kills.export, 4, 2),
+    "kills.replaced": Attack(kills.replaced, 10, 5),
     "kills.studio": Attack(studio.killed, 6, 1),
     "places.full": Attack(places.full, 2, 2),
     "places.forbidden": Attack(places.forbidden, 2, 1),

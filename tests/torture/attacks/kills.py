@@ -10,7 +10,8 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torture.cases import Case, Outcome, Running, Wrong, command, contents, require_equal
+from qflux.files.atomic import new_folder, restore_folder, write_bytes
+from torture.cases import Case, Outcome, Running, Wrong, command, contents, forked, require_equal
 from torture.crash import ROOMS, WRITING, at_line, counting
 from torture.ground import EVERY, STEPS, Ground, pictures, results
 
@@ -119,6 +120,35 @@ def export(case: Case) -> None:
     case.require(case.run(*arguments), (0,))
     case.require_clean(case.folder)
     require_equal({form: target.read_bytes()}, {form: ground.exported[form]}, "the export")
+
+
+def replaced(case: Case) -> None:
+    """A folder and a file, written anew again and again: at every moment the old one or the new one is there."""
+    draw, folder, file = case.random, case.folder / "thing", case.folder / "note.json"
+    names = [f"part-{number}" for number in range(draw.randint(1, 4))]
+    old: dict[str, bytes] = {}
+    for number in range(draw.randint(3, 8)):
+        new = {name: draw.randbytes(draw.randint(0, 20_000)) for name in names}
+        note = f'{{"version": {number}}}\n'.encode()
+        kill = draw.randint(1, 600) if number else None
+
+        def work(new: dict[str, bytes] = new, note: bytes = note) -> None:
+            with new_folder(folder) as staging:
+                for name, data in new.items():
+                    write_bytes(staging / name, data)
+            write_bytes(file, note)
+
+        before = file.read_bytes() if file.exists() else b""
+        ended = forked(at_line(("files",), kill)(work) if kill else work, case.folder)
+        case.note(f"version {number}, killed at line {kill}: {ended.code}")
+        if ended.code not in (0, -signal.SIGKILL if kill else 0):
+            raise Wrong(ended.told)
+        case.kills += ended.code != 0
+        restore_folder(folder)
+        found = contents(folder, without=[".tmp"]) if folder.exists() else {}
+        if found not in (old, new) or file.read_bytes() not in (before, note):
+            raise Wrong(f"version {number} is neither there nor the one before: {sorted(found)}, {file.read_bytes()!r}")
+        old = found
 
 
 def _killed(
