@@ -315,8 +315,9 @@ def test_every_screen_fits_its_width_in_both_languages_and_themes(pairs, width, 
             for place in ("data", "new", "runs", "compare", "try"):
                 page.go(place)
                 page.until(f"nav a[href='#{place}'][aria-current]")
-                page.until("main > *")
+                page.until(".card" if place == "data" else "main > *")
                 wide = driver.execute_script("return document.documentElement.scrollWidth")
+                assert wide <= driver.execute_script("return document.documentElement.clientWidth"), place
                 assert wide <= width + 1, f"{place} is {wide} pixels wide"
                 said.append(page.until("nav").text)
             page.click("#theme")

@@ -28,7 +28,7 @@ export async function show(view, session) {
       const picture = (what) => address("run/picture", { run: run.run, edit: number, what, step: String(edit.steps[edit.steps.length - 1]) });
       return h("td", { style: { minWidth: "180px" } }, slider(edit.controls ? picture("control0") : null, picture("output"), { label: `${run.name} ${name}`, start: 0 }));
     })));
-    replace(body, h("section", {}, h("div", { class: "charts", id: "compared" }, [steps(t("run.loss"), "loss"), measured(t("run.held_out"), "held_out_loss"), measured(t("run.outside"), "outside_colour"), measured(t("run.done"), "done"), steps(t("run.tokens"), "tokens_per_second")].filter(Boolean))),
+    replace(body, h("section", {}, h("div", { class: "charts", id: "compared" }, [steps(t("run.loss"), "loss"), measured(t("compare.held_out"), "held_out_loss"), measured(t("run.outside"), "outside_colour"), measured(t("run.done"), "done"), steps(t("run.tokens"), "tokens_per_second")].filter(Boolean))),
       rows.length ? h("section", {}, h("h3", {}, t("run.edits")), h("div", { class: "scroll" }, h("table", { id: "same" }, h("tr", {}, h("th", {}), shown.map((run) => h("th", {}, run.name))), rows))) : null);
   }
   if (runs.length) await draw();
