@@ -21,8 +21,8 @@ class Attack:
 
 
 ATTACKS: dict[str, Attack] = {
-    "configs.recipe": Attack(configs.recipe, 200, 40),
-    "configs.text": Attack(configs.text, 100, 20),
+    "configs.recipe": Attack(configs.recipe, 300, 40),
+    "configs.text": Attack(configs.text, 150, 20),
     "configs.checked": Attack(configs.checked, 2, 2),
     "pictures.folder": Attack(pictures.folder, 8, 5),
     "pictures.table": Attack(pictures.table, 8, 5),
@@ -37,7 +37,7 @@ ATTACKS: dict[str, Attack] = {
     "kills.fit_of_two": Attack(kills.fit_of_two, 1, 1),
     "kills.jobs": Attack(kills.jobs, 2, 1),
     "kills.export": Attack(kills.export, 4, 2),
-    "kills.replaced": Attack(kills.replaced, 10, 5),
+    "kills.replaced": Attack(kills.replaced, 15, 5),
     "kills.studio": Attack(studio.killed, 6, 1),
     "places.full": Attack(places.full, 2, 2),
     "places.forbidden": Attack(places.forbidden, 2, 1),
