@@ -72,8 +72,8 @@ FAULTS = {
         "        except RecursionError:\n            continue\n",
     ),
     "swallowed": Fault(
-        "an error while a line is written is swallowed",
-        "files/jsonl.py",
+        "an error while a file is written is swallowed",
+        "files/atomic.py",
         "        raise OSError(error.errno, error.strerror, str(path)) from error\n",
         "        return\n",
     ),
