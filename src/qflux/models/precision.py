@@ -45,7 +45,7 @@ EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _LEAST = {"fp8": (8, 9), "int8": (8, 0)}
 """The compute capability that a GPU needs; the fastest first."""
 SPEED = {"fp8": 1.5, "int8": 1.1}
-"""How much faster products are than in 16 bits, with all that 8 bits take around them: one H200, FLUX 12B."""
+"""How much faster products are than in 16 bits, with what 8 bits take around them; int8's is a guess."""
 
 
 def settled(config: Config, device: torch.device) -> Config:
