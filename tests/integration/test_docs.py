@@ -35,6 +35,8 @@ EXCLUDED = {
     "accelerate launch": "needs several GPUs; tests/invariance starts the same processes",
     "qflux cache migrate": "needs a cache of another version; tests/unit/test_stored.py migrates one",
     "python -m pytest": "is what `make test` does",
+    "make torture": "tests/integration/test_torture.py runs its short part",
+    "PYTHONPATH=tests:tests/parity .venv/bin/python -m torture": "as above",
 }
 """Commands that are not run here, by how they begin, and why."""
 
