@@ -65,11 +65,21 @@ def test_the_address_is_good_once(server):
     assert "httponly" in server.ask("GET", server.address.removeprefix(server.root)).headers["set-cookie"].lower()
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1", "localhost.evil.example:{port}", ""])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil.example:{port}", ""]
+)
 def test_a_foreign_name_for_this_machine_is_refused(server, host):
     """Or a page elsewhere could make its own name lead here, and read what it likes."""
     answer = server.ask("GET", "/api/session", host=host.format(port=server.port), cookie=server.key)
     assert answer.status in (400, 421)
+
+
+def test_through_a_tunnel_its_port_is_another_one(server):
+    """As `ssh -L 9000:localhost:8765` makes it: the browser says 9000, and a page of any other port is foreign."""
+    ask = {"host": "localhost:9000", "cookie": server.key}
+    assert server.ask("GET", "/api/session", **ask).status == 200
+    assert server.ask("POST", "/api/undo", {}, origin="http://localhost:9000", **ask).status != 403
+    assert server.ask("POST", "/api/undo", {}, origin=server.root, **ask).status == 403
 
 
 @pytest.mark.parametrize("path", ["/api/changes", "/api/run/start", "/api/run/delete", "/api/undo"])

@@ -89,6 +89,17 @@ class Running:
     def is_alive(self) -> bool:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
+    def wait_until_stopped(self) -> bool:
+        """Wait until it stops itself; false if it has ended."""
+        found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+        return found is not None and found.si_code == os.CLD_STOPPED
+
+    def wait_for_a_moment(self, seconds: float) -> None:
+        """Give it some time, no more than it needs."""
+        until = time.monotonic() + seconds
+        while self.is_alive() and time.monotonic() < until:
+            time.sleep(0.01)
+
     def finish(self, seconds: float = HANG) -> Outcome:
         deadline, pause = time.monotonic() + seconds, 0.001
         while True:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from qflux.files.atomic import write_bytes
 
@@ -26,7 +27,48 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return
-    for line in text.splitlines():
+    yield from _objects(text.splitlines())
+
+
+class GrowingLines:
+    """The objects of a file that somebody adds lines to: what was read before is not read again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._read_to = 0
+        self._end = b""
+        """The last bytes of what was read, by which the file is known again."""
+        self._found: list[dict[str, Any]] = []
+
+    def read(self) -> list[dict[str, Any]]:
+        """What `read_lines` gives of the file as it is now."""
+        with self._lock:
+            try:
+                with self._path.open("rb") as file:
+                    return self._read(file)
+            except FileNotFoundError:
+                self._forget()
+                return []
+
+    def _read(self, file: BinaryIO) -> list[dict[str, Any]]:
+        file.seek(self._read_to - len(self._end))
+        if file.read(len(self._end)) != self._end:  # another file is there, as a run that is resumed writes one
+            self._forget()
+            file.seek(0)
+        data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]  # behind it is a line that is being written
+        self._found += _objects(whole.decode(errors="replace").splitlines())
+        self._read_to += len(whole)
+        self._end = (self._end + whole)[-256:]
+        return [*self._found, *_objects(data[len(whole) :].decode(errors="replace").splitlines())]
+
+    def _forget(self) -> None:
+        self._read_to, self._end, self._found = 0, b"", []
+
+
+def _objects(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):

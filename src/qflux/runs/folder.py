@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from qflux.errors import DataError
-from qflux.files.jsonl import read_lines
+from qflux.files.jsonl import GrowingLines, read_lines
 from qflux.runs.ledger import Coverage, coverage, read_ledger
 from qflux.runs.metrics import StepReport, ValidationReport, parsed
 from qflux.runs.paths import RunPaths, steps_of
@@ -51,6 +51,8 @@ class RunFolder:
     path: Path
     label: str = ""
     """What it is called where the folder's name does not tell it from others."""
+    metrics: GrowingLines | None = field(default=None, compare=False, repr=False)
+    """Its metrics as far as they were read before, for whoever looks at a running run again and again."""
 
     def __post_init__(self) -> None:
         if not self.path.is_dir():
@@ -77,7 +79,8 @@ class RunFolder:
     @cached_property
     def steps(self) -> list[dict[str, Any]]:
         """A line per step, as it stands in the file: some may be damaged, or of another version."""
-        return [line for line in read_lines(self.paths.metrics) if isinstance(line.get("step"), int)]
+        lines = self.metrics.read() if self.metrics is not None else read_lines(self.paths.metrics)
+        return [line for line in lines if isinstance(line.get("step"), int)]
 
     @property
     def losses(self) -> list[float]:

@@ -2,7 +2,7 @@
 
 1. The address that is printed holds a token, which is good once: it is exchanged for a cookie, and a new one is
    printed. With `--host`, a password stands for the token.
-2. Every request has the cookie, names this server as its host (a foreign name that leads here is refused), and does
+2. Every request has the cookie, calls this machine by its own name (a foreign one that leads here is refused), and does
    not come from another page.
 3. A request's body is limited before it is read.
 4. Answers allow nothing but this server's own scripts, styles and pictures.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import secrets
 from collections.abc import Callable
 from urllib.parse import parse_qs, urlsplit
@@ -34,7 +35,9 @@ HEADERS = {
 _OPEN = "/open/"
 _AFTER_A_GUESS = 1.0
 """Seconds that a wrong password takes; guesses are looked at one after another."""
-_LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_LOCAL = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?")
+"""What a browser on this machine calls it. The port may be another one: that of a tunnel from elsewhere."""
 _SIGN_IN = """<!doctype html><meta charset="utf-8"><title>qflux studio</title>
 <body style="font: 16px system-ui; margin: 15vh auto; max-width: 26em; padding: 0 1em">
 <h1 style="font-size: 20px">qflux studio</h1>{body}</body>"""
@@ -54,7 +57,6 @@ class Guard:
         self._cookie = f"{COOKIE}_{port}"
         """Browsers do not tell ports apart, and there may be several studios."""
         self._password = password
-        self._hosts = {f"{name}:{port}" for name in _LOOPBACK}
         self._is_open = host not in _LOOPBACK
         """It listens beyond loopback; then any name may lead here, and the password stands guard."""
         self._one_guess = asyncio.Lock()
@@ -88,7 +90,7 @@ class Guard:
     def _refused(self, request: Request) -> Response | None:
         """Of a request that no page of ours can have made."""
         host = request.headers.get("host", "")
-        if not self._is_open and host not in self._hosts:
+        if not self._is_open and not _LOCAL.fullmatch(host):
             return _error(421, "this studio is not called that")
         if self._is_foreign(request, host):
             return _error(403, "requests of other pages are refused")

@@ -1,15 +1,17 @@
 """Commands that run on their own: each in a folder, with its log, and its end written down by whoever waits for it.
 
 job.json     what was asked for
-started      somebody has begun it: made once, by one of however many studios there are
-.lock        held by the process that waits, and by the command, which inherits it: one of them lives
-pid          of the process that waits; the command is in its process group
+.lock        held from the moment it is begun, by the process that waits and by the command: one of them lives
+started      a process was made for it
+pid          of that process, which waits; the command is in its process group
 stopping     it was asked to end, which is asked once: a second interruption would lose what is not saved
 log          what the command says
-ended.json   the exit code; written last
+ended.json   the exit code; written last, while the lock is held
 
-The process that waits (`python -m qflux.studio.processes FOLDER`) belongs to nobody: the studio may end, and be opened
-again, while a run goes on. The system drops the lock when both are gone, however they ended.
+Whoever has the lock of a job that nobody has begun may begin it; its process inherits the lock, so there is no moment
+at which it could be begun twice, or be lost. The process that waits (`python -m qflux.studio.processes`) belongs to
+nobody: the studio may end, and be opened again, while a run goes on. The system drops the lock when both are gone,
+however they ended.
 """
 
 from __future__ import annotations
@@ -21,17 +23,18 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from qflux.files.atomic import write_bytes, write_json
+from qflux.files.atomic import new_folder, write_bytes, write_json
 
 State = Literal["queued", "running", "done", "failed", "stopped", "interrupted"]
 _TAIL = 64 * 1024
 _STARTING = 60
-"""Seconds that a process may take to begin."""
+"""Seconds that a process may take to write down its number."""
 _ENDS: dict[int, State] = {
     0: "done",
     130: "stopped",
@@ -68,8 +71,8 @@ class JobFolder:
     def create(cls, parent: Path, job: Job) -> JobFolder:
         number = f"{time.time_ns():020d}"
         path = parent / f"{number}-{job.kind}"
-        path.mkdir(parents=True)
-        write_json(path / "job.json", asdict(job) | {"queued": time.time()})
+        with new_folder(path) as staging:
+            write_json(staging / "job.json", asdict(job) | {"queued": time.time()})
         return cls(path)
 
     @property
@@ -86,12 +89,14 @@ class JobFolder:
 
     @property
     def state(self) -> State:
+        # In this order: a job is begun, then it ends, and then its lock is free.
+        was_begun, is_held = self._was_begun(), self._is_held()
         ended = _json(self.path / "ended.json")
         if ended:
             return _ENDS.get(int(ended.get("code", 1)), "failed")
-        if not (self.path / "started").exists():
-            return "queued"
-        return "running" if self._is_held() or self._is_starting() else "interrupted"
+        if is_held:
+            return "running"
+        return "interrupted" if was_begun else "queued"
 
     @property
     def is_stopping(self) -> bool:
@@ -103,33 +108,65 @@ class JobFolder:
 
     def start(self, root: Path, environment: dict[str, str]) -> None:
         """Run it, as a process that outlives this one; nothing if somebody has begun it already."""
-        if not self._once("started"):
-            return
-        with (self.path / "log").open("ab") as log:
-            subprocess.Popen(
-                [sys.executable, "-m", "qflux.studio.processes", str(self.path)],
-                cwd=root,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=os.environ | environment,
-            )
+        with self._beginning() as lock:
+            if lock is None:
+                return
+            with (self.path / "log").open("ab") as log:
+                subprocess.Popen(
+                    [sys.executable, "-m", "qflux.studio.processes", str(self.path), str(lock)],
+                    cwd=root,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=[lock],
+                    env=os.environ | environment,
+                )
+            self._once("started")
 
     def stop(self) -> None:
         """Ask it to save and end, once; what was not begun never will be."""
-        if self._once("started"):
-            write_json(self.path / "ended.json", {"code": 130})
-        elif self.state == "running" and self._once("stopping"):
-            for _ in range(_STARTING):  # it may be about to begin
+        with self._beginning() as lock:
+            if lock is not None:
+                write_json(self.path / "ended.json", {"code": 130})
+                return
+        if self.state == "running" and self._once("stopping"):
+            for _ in range(10 * _STARTING):  # it may be about to begin
                 pid = self._pid()
                 if pid is not None:
                     break
-                time.sleep(1)
+                time.sleep(0.1)
             else:
                 return
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGINT)
+
+    @contextmanager
+    def _beginning(self) -> Iterator[int | None]:
+        """The lock, held, of a job that nobody has begun; nothing for any other."""
+        try:
+            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except FileNotFoundError:  # it was forgotten meanwhile
+            yield None
+            return
+        try:
+            yield lock if self._is_taken(lock) and not self._was_begun() else None
+        finally:
+            os.close(lock)
+
+    def _is_taken(self, lock: int) -> bool:
+        """Take the lock, unless the job has been begun. Who only looks holds it too, for a moment: then try again."""
+        while not self._was_begun():
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                time.sleep(0.01)
+        return False
+
+    def _was_begun(self) -> bool:
+        """Or stopped before."""
+        return any((self.path / name).exists() for name in ("started", "pid", "ended.json"))
 
     def log(self, tail: int = _TAIL) -> str:
         try:
@@ -154,14 +191,6 @@ class JobFolder:
         except (OSError, ValueError):
             return None
 
-    def _is_starting(self) -> bool:
-        """It was begun a moment ago, and has not come so far as to hold its lock."""
-        try:
-            age = time.time() - (self.path / "started").stat().st_mtime
-        except OSError:
-            return False
-        return self._pid() is None and 0 <= age < _STARTING
-
     def _is_held(self) -> bool:
         try:
             descriptor = os.open(self.path / ".lock", os.O_RDWR)
@@ -184,15 +213,13 @@ def _json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _wait(folder: Path) -> None:
+def _wait(folder: Path, lock: int) -> None:
     """Run the command of a job, and write down how it ended. Signals are the command's: this only waits."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     job = JobFolder(folder).job
     if job is None:
         return
-    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    fcntl.flock(lock, fcntl.LOCK_EX)  # who looks whether it is held holds it for a moment
     write_bytes(folder / "pid", str(os.getpid()).encode())
     child = subprocess.Popen([sys.executable, "-m", "qflux.cli", *job.command], pass_fds=[lock])
     code = child.wait()
@@ -200,4 +227,4 @@ def _wait(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _wait(Path(sys.argv[1]))
+    _wait(Path(sys.argv[1]), int(sys.argv[2]))

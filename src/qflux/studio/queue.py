@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qflux.errors import DataError, cut
+from qflux.files.atomic import sweep
 from qflux.studio.processes import Job, JobFolder
 
 SIDE = "side"
@@ -67,6 +68,7 @@ class Queue:
 
     def open(self) -> None:
         """Begin to start what is queued."""
+        sweep(self._folder)
         self._thread.start()
 
     def close(self) -> None:
@@ -81,7 +83,7 @@ class Queue:
     def jobs(self) -> list[JobFolder]:
         """All jobs, oldest first."""
         try:
-            return [JobFolder(path) for path in sorted(self._folder.iterdir()) if path.is_dir()]
+            return [JobFolder(path) for path in sorted(self._folder.iterdir()) if not path.name.startswith(".")]
         except OSError:
             return []
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qflux.errors import DataError, cut
+from qflux.files.jsonl import GrowingLines
 from qflux.runs.folder import RunFolder
 from qflux.runs.paths import RunPaths
 
@@ -83,7 +84,8 @@ class Workspace:
         stamp = [_stamp(path) for path in looked_at]
         known = self._known.get(folder)
         if known is None or known[0] != stamp:
-            known = self._known[folder] = (stamp, RunFolder(folder))
+            metrics = known[1].metrics if known is not None else GrowingLines(paths.metrics)
+            known = self._known[folder] = (stamp, RunFolder(folder, metrics=metrics))
         return known[1]
 
     def run(self, name: str) -> RunFolder:

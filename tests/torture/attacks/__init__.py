@@ -38,9 +38,10 @@ ATTACKS: dict[str, Attack] = {
     "kills.jobs": Attack(kills.jobs, 2, 1),
     "kills.export": Attack(kills.export, 4, 2),
     "kills.replaced": Attack(kills.replaced, 15, 5),
-    "kills.studio": Attack(studio.killed, 6, 1),
-    "places.full": Attack(places.full, 2, 2),
+    "kills.corrections": Attack(studio.corrections_killed, 6, 1),
+    "kills.queue": Attack(studio.queue_killed, 2, 1),
+    "places.full": Attack(places.full, 4, 2),
     "places.forbidden": Attack(places.forbidden, 2, 1),
-    "places.two_at_once": Attack(places.two_at_once, 1, 1),
+    "places.two_at_once": Attack(places.two_at_once, 3, 2),
     "places.clock": Attack(places.clock, 1, 1),
 }

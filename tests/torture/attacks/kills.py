@@ -25,7 +25,7 @@ def cache(case: Case) -> None:
     _killed(case, "cache", arguments, kills=case.random.randint(1, 4))
     case.require(case.run(*arguments), (0,))
     case.require_clean(case.folder)
-    require_equal(_entries(contents(place)), _entries(case.ground.cache), "the cache")
+    require_equal(entries(contents(place)), entries(case.ground.cache), "the cache")
     case.require(case.run("cache", "verify", "--config", config), (0,))
 
 
@@ -170,7 +170,7 @@ def _killed(
         look()
 
 
-def _entries(found: dict[str, bytes]) -> dict[str, bytes]:
+def entries(found: dict[str, bytes]) -> dict[str, bytes]:
     """What is in a cache, but for what it knows of files that it has looked at, and of who is at work."""
     return {name: data for name, data in found.items() if name.startswith(("entries", "samples"))}
 
