@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from qflux.data.images.decode import ImageFile, load_rgb
 from qflux.errors import CheckpointError, DataError, redacted
 from qflux.files.atomic import new_folder, sweep
 from qflux.files.jsonl import append_line
+from qflux.runs.folder import RunFolder
+from qflux.runs.journal import DrawnEdit, Journal
 from worlds import HANG
 
 
@@ -218,3 +221,23 @@ def test_what_kills_have_left_half_written_is_gone_when_a_run_goes_on(config):
         file.write_bytes(b"half")
     Trainer(settings).fit()
     assert list(settings.run_dir.rglob("*.tmp")) == []
+
+
+def test_a_step_that_is_looked_at_again_after_a_full_disk_has_one_line(config, monkeypatch):
+    """The run saved itself when its disk was full, behind the line of its validation; found by torture."""
+    settings = config("train.max_train_steps=2", "train.checkpoint_every=1", "data.held_out.count=1", "validation.images=1")
+    drawn = Journal._draw
+
+    def full(self: Journal, steps_done: int, edits: Sequence[DrawnEdit]) -> Path:
+        if steps_done == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "step-00000001.png")
+        return drawn(self, steps_done, edits)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "_draw", full)
+        with pytest.raises(OSError, match="No space left"):
+            Trainer(settings).fit()
+    assert Trainer(settings).fit().resumed_from == 1
+    run = RunFolder(settings.run_dir)
+    assert [line["step"] for line in run.validations] == [0, 1, 2]
+    assert [line["step"] for line in run.steps] == [1, 2]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from qflux.files.atomic import write_bytes
-from qflux.files.jsonl import append_line, finite, read_lines
+from qflux.files.jsonl import append_line, finite, keep_lines, read_lines
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,15 @@ class StepFile:
             if isinstance(step, int) and 0 <= step <= steps_done:
                 kept.setdefault(step, line)
         write_bytes(path, "".join(json.dumps(line) + "\n" for line in kept.values()).encode())
+        self._last = max(kept, default=-1)
 
     def append(self, value: dict[str, Any]) -> None:
+        """Add the line of a step. One that is looked at again, as after a full disk, has its newest line alone."""
+        step = value["step"]
+        if step <= self._last:
+            keep_lines(self._path, lambda line: isinstance(line.get("step"), int) and line["step"] < step)
         append_line(self._path, finite(value))
+        self._last = step
 
 
 def parsed(kind: type[R], line: dict[str, Any]) -> R | None:
