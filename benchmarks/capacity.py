@@ -2,6 +2,7 @@
 
     python benchmarks/capacity.py grid                    # a step on the whole card: the choice against others
     python benchmarks/capacity.py limited                 # the same samples with less and less memory
+    python benchmarks/capacity.py limited --precision fp8 # the same, frozen layers computing in 8 bits
     python benchmarks/capacity.py others                  # prompts, images and edits within 12 GiB
     python benchmarks/capacity.py plans                   # what is chosen for common cards: the table of the docs
 
@@ -40,6 +41,7 @@ from qflux.models import get_family
 from qflux.models.encoding import encoder_of
 from qflux.models.family import Arithmetic
 from qflux.models.loading import empty_transformer
+from qflux.models.precision import EIGHT_BITS, compute_in_eight_bits
 from qflux.ragged.compilation import compile_blocks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,6 +59,8 @@ class Bench:
     name: str
     size: Scale | None = None
     """Another than this device is fit for: nothing of it will run."""
+    precision: str | None = None
+    """In what frozen layers of blocks compute, if not in the model's own dtype."""
 
     def __post_init__(self) -> None:
         self.scale: Scale = self.size or SCALES[self.name]
@@ -66,7 +70,11 @@ class Bench:
             self.family.transformer(**self.scale.shape).save_config(folder / "transformer")
         settings = {
             "family": self.scale.family,
-            "model": {"pretrained": str(folder), "dtype": str(self.scale.dtype).removeprefix("torch.")},
+            "model": {
+                "pretrained": str(folder),
+                "dtype": str(self.scale.dtype).removeprefix("torch."),
+                "precision": self.precision,
+            },
             "data": {"path": str(folder)},
             "lora": {"rank": 16},
             "cache": {"project_text": False},
@@ -97,8 +105,11 @@ class Bench:
         if DEVICE == "cuda":
             torch.cuda.empty_cache()
         self.model = build_model(self.scale, DEVICE)
+        blocks = self.family.blocks(self.model)
+        if self.precision:
+            compute_in_eight_bits(blocks, self.precision)
         if self.compiled:
-            compile_blocks(self.family.blocks(self.model))
+            compile_blocks(blocks)
 
     def run(self, step: Batch, choice: Choice, passes: int | None = None) -> tuple[float, float, int]:
         """Seconds of a step, its peak in GiB, and what was predicted in bytes, in so many passes or the choice's."""
@@ -180,13 +191,15 @@ def grid(names: Sequence[str]) -> None:
             bench.row(samples, step, none, count, "one by one")
 
 
-def limited(names: Sequence[str], limits: Sequence[int] | None) -> None:
+def limited(names: Sequence[str], limits: Sequence[int] | None, precision: str | None) -> None:
     """Less and less memory."""
     for name in names:
-        bench = Bench(name)
+        bench = Bench(name, precision=precision)
         targets = [n // bench.scale.divide for n in EDITS[name]]
         step = Batch(targets, [bench.scale.text_lengths[-1]] * len(targets))
-        head(f"{bench.scale.name}, {len(targets)} edits of {step.lengths[0]:,} tokens")
+        head(
+            f"{bench.scale.name}, {len(targets)} edits of {step.lengths[0]:,} tokens, {precision or bench.scale.dtype}"
+        )
         unlimited = 0.0
         for limit in (None, *(limits or LIMITS[name])):
             memory = None if limit is None else limit * GIB
@@ -284,12 +297,13 @@ def main() -> None:
     parser.add_argument("what", choices=["grid", "limited", "others", "plans"])
     parser.add_argument("--models", nargs="*", choices=sorted(EDITS), default=["flux"])
     parser.add_argument("--limits", nargs="*", type=int, help="GiB")
+    parser.add_argument("--precision", choices=sorted(EIGHT_BITS), help="of `limited`")
     arguments = parser.parse_args()
     limit_memory(torch.device(DEVICE), None)  # as training does
     if arguments.what == "grid":
         grid(arguments.models)
     elif arguments.what == "limited":
-        limited(arguments.models, arguments.limits)
+        limited(arguments.models, arguments.limits, arguments.precision)
     elif arguments.what == "plans":
         plans()
     else:

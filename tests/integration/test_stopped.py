@@ -225,7 +225,9 @@ def test_what_kills_have_left_half_written_is_gone_when_a_run_goes_on(config):
 
 def test_a_step_that_is_looked_at_again_after_a_full_disk_has_one_line(config, monkeypatch):
     """The run saved itself when its disk was full, behind the line of its validation; found by torture."""
-    settings = config("train.max_train_steps=2", "train.checkpoint_every=1", "data.held_out.count=1", "validation.images=1")
+    settings = config(
+        "train.max_train_steps=2", "train.checkpoint_every=1", "data.held_out.count=1", "validation.images=1"
+    )
     drawn = Journal._draw
 
     def full(self: Journal, steps_done: int, edits: Sequence[DrawnEdit]) -> Path:
