@@ -23,6 +23,14 @@ from qflux.models.loading import save_checkpoint
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+LONGEST = ("test_torture", "test_studio", "test_docs", "test_demo", "test_published_sizes", "test_compile")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest come first: at the end, nobody waits for one of them."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Path:
     """A tiny FLUX Kontext checkpoint in diffusers format."""

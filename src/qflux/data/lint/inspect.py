@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -163,7 +164,8 @@ def inspect(
 
     looks: list[_Look] = []
     closely = {id(sample) for sample in samples[:: -(-len(samples) // _CLOSELY) or 1]}
-    for look in in_parallel(lambda sample: _look(sample, id(sample) in closely), samples):
+    # A thread a core: they compute, and more of them would only wait for each other.
+    for look in in_parallel(lambda sample: _look(sample, id(sample) in closely), samples, os.cpu_count() or 1):
         looks.append(look)
         report("images", len(looks), len(samples))
     findings += _look_findings(samples, looks)

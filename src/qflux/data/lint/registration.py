@@ -138,7 +138,8 @@ def _search(first: Floats, second: Floats) -> Floats:
             continue
         control, target = _shrunk(first, level), _shrunk(second, level)
         scale = np.array([1.0, level, level])
-        refined = [scale * _refined(control, target, start / scale) for start in (found, still)]
+        starts = [found] if found is still else [found, still]
+        refined = [scale * _refined(control, target, start / scale) for start in starts]
         found = _cheapest(control, target, [found, *refined], scale)
     return _cheapest(first, second, [still, found], np.ones(3), _EARNED)
 
@@ -150,9 +151,12 @@ def _cheapest(control: Floats, target: Floats, ways: Sequence[Floats], scale: Fl
     for way in ways:
         moved = _warped(target, way / scale)[inside]
         gain, offset = _line(moved, control[inside])
-        rests.append(np.abs(control[inside] - gain * moved - offset))
-    spread = 2.5 * max(_NOISE, 1.4826 * min(float(np.median(rest)) for rest in rests))
-    costs = [float((rest**2 / (rest**2 + spread**2)).mean()) for rest in rests]
+        rests.append(control[inside] - gain * moved - offset)
+    spread = 2.5 * max(_NOISE, min(map(_spread, rests)))
+    # What fits nowhere is the edit: counted, it would hide what a small movement earns.
+    scene = np.min(np.abs(rests), axis=0) < spread
+    squares = [rest[scene] ** 2 for rest in rests]
+    costs = [float((square / (square + spread**2)).mean()) for square in squares]
     costs = [cost if abs(way[0]) < 0.1 else math.inf for cost, way in zip(costs, ways, strict=True)]
     best = int(np.argmin(costs))
     return ways[best] if costs[best] < earned * costs[0] else ways[0]
@@ -168,35 +172,34 @@ def _inside(image: Floats) -> NDArray[np.bool_]:
 
 def _refined(control: Floats, target: Floats, start: Floats) -> Floats:
     """Gauss-Newton steps from a start; the last good place if they lead nowhere."""
-    rows, columns = control.shape
-    y, x = np.mgrid[0:rows, 0:columns].astype(np.float64)
-    x, y = x - (columns - 1) / 2, y - (rows - 1) / 2
     inside = _inside(control)
-    if inside.sum() < 100:
+    wanted = control[inside]
+    if len(wanted) < 100:
         return start
+    y, x = (places - (side - 1) / 2 for places, side in zip(np.nonzero(inside), control.shape, strict=True))
     found = start.copy()
+    design, weight = np.ones((5, len(wanted))), None
     for _ in range(_STEPS):
         moved = _warped(target, found)
-        down, right = np.gradient(moved)
-        columns_of = [right * x + down * y, right, down, moved, np.ones_like(moved)]
-        design = np.stack([each[inside] for each in columns_of], axis=1)
-        gain, offset = _line(moved[inside], control[inside])
-        rest = control[inside] - (gain * moved[inside] + offset)
-        spread = max(1.4826 * float(np.median(np.abs(rest))), _NOISE)
-        weight = 1 / (1 + (rest / (2.5 * spread)) ** 2) ** 2
-        design[:, :3] *= gain
-        weighted = design * weight[:, None]
-        normal = weighted.T @ design
+        down, right = np.array(np.gradient(moved))[:, inside]
+        values = moved[inside]
+        gain, offset = _line(values, wanted) if weight is None else _weighted_line(values, wanted, weight)
+        rest = wanted - gain * values - offset
+        weight = _trust(rest)
+        design[:4] = right * x + down * y, right, down, values
+        design[:3] *= gain
+        weighted = design * weight
+        normal = weighted @ design.T
         try:
-            step = np.linalg.solve(normal + 1e-9 * np.trace(normal) * np.eye(5), weighted.T @ rest)
+            step = np.linalg.solve(normal + 1e-9 * np.trace(normal) * np.eye(5), weighted @ rest)
         except np.linalg.LinAlgError:
             return found
         step = step[:3]
-        if not np.isfinite(step).all() or np.abs(step[1:]).max() > 0.25 * min(rows, columns):
+        if not np.isfinite(step).all() or np.abs(step[1:]).max() > 0.25 * min(control.shape):
             return found
         # The step is in the frame of what was moved already: it goes before that.
         found = np.array([(1 + found[0]) * (1 + step[0]) - 1, *(found[1:] + (1 + found[0]) * step[1:])])
-        if np.abs(step[1:]).max() < 1e-3 and abs(step[0]) * max(rows, columns) < 2e-3:
+        if np.abs(step[1:]).max() < 1e-3 and abs(step[0]) * max(control.shape) < 2e-3:
             break
     return found
 
@@ -204,15 +207,35 @@ def _refined(control: Floats, target: Floats, start: Floats) -> Floats:
 def _line(values: Floats, wanted: Floats) -> tuple[float, float]:
     """Gain and offset that bring most values to the wanted ones, whatever a minority of them does."""
     weight = np.ones_like(values)
-    gain, offset = 1.0, 0.0
-    for _ in range(4):
-        mean, goal = np.average(values, weights=weight), np.average(wanted, weights=weight)
-        variance = np.average((values - mean) ** 2, weights=weight)
-        gain = float(np.average((values - mean) * (wanted - goal), weights=weight) / max(variance, 1e-9))
-        offset = float(goal - gain * mean)
-        rest = np.abs(wanted - gain * values - offset)
-        weight = 1 / (1 + (rest / (2.5 * max(1.4826 * float(np.median(rest)), _NOISE))) ** 2) ** 2
-    return gain, offset
+    for _ in range(3):
+        gain, offset = _weighted_line(values, wanted, weight)
+        weight = _trust(wanted - gain * values - offset)
+    return _weighted_line(values, wanted, weight)
+
+
+def _weighted_line(values: Floats, wanted: Floats, weight: Floats) -> tuple[float, float]:
+    total = weight.sum()
+    mean, goal = float(weight @ values / total), float(weight @ wanted / total)
+    centred = values - mean
+    weighted = weight * centred
+    gain = float(weighted @ (wanted - goal) / max(weighted @ centred, 1e-9 * total))
+    return gain, goal - gain * mean
+
+
+def _trust(rest: Floats) -> Floats:
+    """The weight of each value by what is left of it: nearly nothing for those that do not fit."""
+    share = rest / (2.5 * max(_spread(rest), _NOISE))
+    share *= share
+    share += 1
+    share *= share
+    result: Floats = np.reciprocal(share, out=share)
+    return result
+
+
+def _spread(rest: Floats) -> float:
+    """The standard deviation of most values, whatever the others are."""
+    middle = len(rest) // 2
+    return 1.4826 * float(np.partition(np.abs(rest), middle)[middle])
 
 
 def _warped(image: Floats, found: Floats) -> Floats:
@@ -230,14 +253,17 @@ def _resampled(image: Floats, zoom: float, shift: float) -> Floats:
     place = centre + zoom * (np.arange(count) - centre) + shift
     first = np.floor(place).astype(int)
     t = (place - first)[:, None]
-    taps = [image[np.clip(first + offset, 0, count - 1)] for offset in (-1, 0, 1, 2)]
     weights: tuple[Any, ...] = (
         ((-0.5 * t + 1.0) * t - 0.5) * t,
         (1.5 * t - 2.5) * t * t + 1.0,
         ((-1.5 * t + 2.0) * t + 0.5) * t,
         (0.5 * t - 0.5) * t * t,
     )
-    result: Floats = sum(weight * tap for weight, tap in zip(weights, taps, strict=True))
+    result: Floats = np.zeros_like(image)
+    for offset, weight in zip((-1, 0, 1, 2), weights, strict=True):
+        tap = image[np.clip(first + offset, 0, count - 1)]
+        tap *= weight
+        result += tap
     return result
 
 
