@@ -153,9 +153,7 @@ def _cheapest(control: Floats, target: Floats, ways: Sequence[Floats], scale: Fl
         gain, offset = _line(moved, control[inside])
         rests.append(control[inside] - gain * moved - offset)
     spread = 2.5 * max(_NOISE, min(map(_spread, rests)))
-    # What fits nowhere is the edit: counted, it would hide what a small movement earns.
-    scene = np.min(np.abs(rests), axis=0) < spread
-    squares = [rest[scene] ** 2 for rest in rests]
+    squares = [rest**2 for rest in rests]
     costs = [float((square / (square + spread**2)).mean()) for square in squares]
     costs = [cost if abs(way[0]) < 0.1 else math.inf for cost, way in zip(costs, ways, strict=True)]
     best = int(np.argmin(costs))

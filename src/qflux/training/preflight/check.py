@@ -114,7 +114,7 @@ def _data(inspected: Inspected, config: Config) -> Iterator[Check]:
         yield Check("data", "error", f"{len(errors) - _MOST} more", "`qflux inspect` lists them all.")
     warnings = summary.count("warning")
     if warnings:
-        yield Check("data", "warning", f"{warnings} things that are probably not meant", "`qflux inspect` shows them.")
+        yield Check("data", "warning", f"probably not meant: {warnings}", "`qflux inspect` shows them.")
 
 
 def _checkpoint(pretrained: Pretrained) -> Iterator[Check]:
