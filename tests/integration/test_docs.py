@@ -101,7 +101,8 @@ def desk(tmp_path_factory):
     here = Path.cwd()
     os.chdir(desk)
     try:
-        run_demo(demo_config(Path("runs/demo"), ["train.max_train_steps=2"]), lambda *_: None)
+        few = ["train.max_train_steps=2", "validation.num_inference_steps=2", "predict.num_inference_steps=2"]
+        run_demo(demo_config(Path("runs/demo"), few), lambda *_: None)
         shared = ["--config", "recipes/flux-kontext.yaml", "--set", "data.path=my_data"]
         for command in (["cache", *shared], ["fit", *shared], ["init", "my_data", "--output", "my.yaml"]):
             qflux(command, desk)

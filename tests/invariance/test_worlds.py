@@ -20,6 +20,8 @@ from worlds import World
 
 OTHERS = ("qwen-image-edit-plus, 2511", "flux2", "flux3", "qwen-image-2.1")
 KINDS = ("flux-kontext", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS))
+IN_EVERY_WAY = ("flux-kontext", "qwen-image-2.1")
+"""Families whose processes are tried in every way; the others show that their batches and modules are shared alike."""
 OPTIMIZERS = {
     "SGD": (["optimizer.class_path=torch.optim.SGD", "optimizer.init_args={lr: 0.5}"], 1e-6),
     "AdamW": (["optimizer.class_path=torch.optim.AdamW", "optimizer.init_args={lr: 0.001}"], 1e-4),
@@ -83,6 +85,8 @@ def relative_difference(first: dict[str, torch.Tensor], second: dict[str, torch.
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_one_process_accumulating_four_equals_two_accumulating_two(recipe, optimizer, tmp_path):
     settings, tolerance = OPTIMIZERS[optimizer]
+    if optimizer == "AdamW" and recipe().family not in IN_EVERY_WAY:
+        pytest.skip("cuts and streaming in several processes are tried with two families")
     if recipe().family == "qwen-image-2.1":  # several noises behind one prefix, too
         settings = [*settings, "train.noises_per_sample=2"]
     (start,) = trained(
@@ -167,6 +171,8 @@ def test_a_run_may_go_on_with_another_number_of_processes(recipe, tmp_path):
 @pytest.mark.slow
 def test_validation_and_resuming_do_not_disturb_a_sharded_model(recipe, tmp_path):
     """Weights that stay gathered after validation would not see what is written into their shards."""
+    if recipe().family not in IN_EVERY_WAY:
+        pytest.skip("what is gathered does not depend on the family")
     shared = ["train.ema={decay: 0.9}", "train.method=full", "train.distributed=fsdp", "train.max_train_steps=4"]
     shared.append("validation.images=1")
     rarely, _ = trained(recipe(*shared, "run_name=rarely"), 2, tmp_path / "a")

@@ -11,7 +11,7 @@ from rich.progress import TaskID
 from rich.table import Table
 
 from qflux.cli.options import Overrides
-from qflux.cli.terminal import LineNowAndThen, console, progress_bar, say, spin_less
+from qflux.cli.terminal import LineNowAndThen, console, loading, progress_bar, say, spin_less
 from qflux.models.registry import shipped
 
 
@@ -25,7 +25,8 @@ def demo(
     qflux demo --output /tmp/demo
     """
     spin_less()
-    from qflux.demo.run import demo_config, run_demo  # noqa: PLC0415
+    with loading():
+        from qflux.demo.run import demo_config, run_demo  # noqa: PLC0415
 
     started = time.perf_counter()
     default = Path("runs/demo" if family == shipped().family else f"runs/demo-{family}")
