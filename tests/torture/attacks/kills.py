@@ -123,31 +123,36 @@ def export(case: Case) -> None:
 
 
 def replaced(case: Case) -> None:
-    """A folder and a file, written anew again and again: at every moment the old one or the new one is there."""
-    draw, folder, file = case.random, case.folder / "thing", case.folder / "note.json"
+    """A folder and files, written anew again and again: at every moment the old one or the new one is there."""
+    draw, folder, counted = case.random, case.folder / "thing", case.folder / "lines"
     names = [f"part-{number}" for number in range(draw.randint(1, 4))]
+    files = [case.folder / f"note-{number}.json" for number in range(3)]
     old: dict[str, bytes] = {}
     for number in range(draw.randint(3, 8)):
         new = {name: draw.randbytes(draw.randint(0, 20_000)) for name in names}
         note = f'{{"version": {number}}}\n'.encode()
-        kill = draw.randint(1, 600) if number else None
 
         def work(new: dict[str, bytes] = new, note: bytes = note) -> None:
             with new_folder(folder) as staging:
                 for name, data in new.items():
                     write_bytes(staging / name, data)
-            write_bytes(file, note)
+            for file in files:
+                write_bytes(file, note)
 
-        before = file.read_bytes() if file.exists() else b""
-        ended = forked(at_line(("files",), kill)(work) if kill else work, case.folder)
+        before = [file.read_bytes() if file.exists() else b"" for file in files]
+        kill = draw.randint(1, int(counted.read_text().split()[0])) if number else None
+        ended = forked(at_line(("files",), kill)(work) if kill else counting(counted)(work), case.folder)
         case.note(f"version {number}, killed at line {kill}: {ended.code}")
         if ended.code not in (0, -signal.SIGKILL if kill else 0):
             raise Wrong(ended.told)
         case.kills += ended.code != 0
         restore_folder(folder)
         found = contents(folder, without=[".tmp"]) if folder.exists() else {}
-        if found not in (old, new) or file.read_bytes() not in (before, note):
-            raise Wrong(f"version {number} is neither there nor the one before: {sorted(found)}, {file.read_bytes()!r}")
+        if found not in (old, new):
+            raise Wrong(f"version {number} is neither there nor the one before: {sorted(found)}")
+        for file, then in zip(files, before, strict=True):
+            if file.read_bytes() not in (then, note):
+                raise Wrong(f"{file.name} is neither version {number} nor {then!r}: {file.read_bytes()!r}")
         old = found
 
 
