@@ -62,8 +62,9 @@ FAULTS = {
     "lines stay": Fault(
         "a resumed run leaves the lines of steps that it does again",
         "runs/metrics.py",
-        "if isinstance(step, int) and 0 <= step <= steps_done:",
-        "if isinstance(step, int):",
+        "        self._path = path\n        kept: dict[int, dict[str, Any]] = {}\n",
+        "        self._path, self._last = path, -1\n        if steps_done > 0:\n            return\n"
+        "        kept: dict[int, dict[str, Any]] = {}\n",
     ),
     "torn line": Fault(
         "a line that a kill has torn is an error",
