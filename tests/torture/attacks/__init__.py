@@ -37,7 +37,7 @@ ATTACKS: dict[str, Attack] = {
     "kills.fit_of_two": Attack(kills.fit_of_two, 1, 1),
     "kills.jobs": Attack(kills.jobs, 2, 1),
     "kills.export": Attack(kills.export, 4, 2),
-    "kills.replaced": Attack(kills.replaced, 15, 5),
+    "kills.replaced": Attack(kills.replaced, 50, 5),
     "kills.corrections": Attack(studio.corrections_killed, 6, 1),
     "kills.queue": Attack(studio.queue_killed, 2, 1),
     "places.full": Attack(places.full, 4, 2),
