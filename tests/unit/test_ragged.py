@@ -15,7 +15,7 @@ from torch import nn
 
 from qflux.models.flux_kontext.positions import image_ids
 from qflux.ragged import fused
-from qflux.ragged.attention import masked_attention, ragged_attention
+from qflux.ragged.attention import Segments, masked_attention, ragged_attention
 from qflux.ragged.compilation import compile_blocks, watched
 from qflux.ragged.heads import join_turned_heads, turned_heads
 from qflux.ragged.interleave import Interleave
@@ -57,11 +57,10 @@ def attention_by_hand(query, key, value):
 def test_attention_of_each_sample_is_the_textbook_formula(lengths, seed):
     torch.manual_seed(seed)
     query, key, value = (torch.randn(sum(lengths), 3, 8, dtype=torch.double) for _ in range(3))
-    offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     expected = torch.cat(
         [attention_by_hand(*part) for part in zip(*(x.split(lengths) for x in (query, key, value)), strict=True)]
     )
-    packed = ragged_attention(query, key, value, offsets, tuple(offsets.tolist()))
+    packed = ragged_attention(query, key, value, Segments.of(lengths))
     assert (packed - expected).abs().max() < 1e-10
 
     layout = PaddedLayout.of(PackedLayout.build([0] * len(lengths), lengths))
@@ -73,7 +72,7 @@ def test_attention_follows_autocast():
     query, key = torch.randn(6, 2, 8), torch.randn(6, 2, 8)
     value = torch.randn(6, 2, 8).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        out = ragged_attention(query, key, value, torch.tensor([0, 2, 6], dtype=torch.int32), (0, 2, 6))
+        out = ragged_attention(query, key, value, Segments.of([2, 4]))
     assert out.dtype == torch.bfloat16
 
 

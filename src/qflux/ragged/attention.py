@@ -17,8 +17,9 @@ variable-length flash call for all samples wins.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qflux.ragged.recomputed.kept import fused
+from qflux.ragged.transfer import upload
 
 LONG_SAMPLE = 2048
 """Mean tokens per sample from which one cuDNN call per sample beats one variable-length call for all."""
@@ -36,37 +38,47 @@ BY_SPEED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.E
 _WITH_MASK = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def ragged_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    offsets: Tensor,
-    offsets_host: tuple[int, ...],
-    of_keys: tuple[Tensor, tuple[int, ...]] | None = None,
-) -> Tensor:
-    """Each sample attends to itself. `(T, H, D)` each; sample b is rows `offsets[b]` to `offsets[b + 1]`.
+# Not frozen: compiled code would look into a frozen dataclass, and be compiled anew for every batch.
+@dataclass(eq=False)
+class Segments:
+    """Where samples lie in a packed sequence, known on the host, so that nothing waits for the device."""
 
-    `offsets_host` holds the same numbers as `offsets`, so that no kernel choice or slice waits for the device.
-    `of_keys` are both for the keys, where a sample has more of them than queries.
-    """
+    lengths: tuple[int, ...]
+    longest: int
+    offsets: Tensor
+    """`(B + 1,)` int32, on the device: sample b is rows `offsets[b]` to `offsets[b + 1]`."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device | str | None = None) -> Segments:
+        offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(tuple(lengths), max(lengths, default=0), upload(offsets, device))
+
+
+def ragged_attention(
+    query: Tensor, key: Tensor, value: Tensor, queries: Segments, keys: Segments | None = None
+) -> Tensor:
+    """Each sample attends to itself. `(T, H, D)` each; `keys`, where a sample has more of them than queries."""
     if not len(query):
         return nothing(query, key, value)
-    lengths = reaches = [end - start for start, end in pairwise(offsets_host)]
-    key_offsets = offsets
-    if of_keys is not None:
-        key_offsets, reaches = of_keys[0], [end - start for start, end in pairwise(of_keys[1])]
+    keys = keys or queries
     query, key, value = under_autocast(query, key, value)
-    if prefers_varlen(query, lengths):
-        from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  (registers CUDA ops on import)
-
-        def all_at_once(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return cast(Tensor, varlen_attn(query, key, value, offsets, key_offsets, max(lengths), max(reaches)))
-
-        return fused(all_at_once, query, key, value)
-    samples = zip(query.split(lengths), key.split(reaches), value.split(reaches), strict=True)
+    if prefers_varlen(query, queries.lengths):
+        return all_at_once(query, key, value, queries, keys)
+    parts = zip(query.split(queries.lengths), key.split(keys.lengths), value.split(keys.lengths), strict=True)
     with sdpa_kernel(BY_SPEED, set_priority=True):
-        out = torch.cat([_attend_one(q, k, v) for q, k, v in samples])
+        out = torch.cat([_attend_one(q, k, v) for q, k, v in parts])
     return contiguous_gradient(out)
+
+
+def all_at_once(query: Tensor, key: Tensor, value: Tensor, queries: Segments, keys: Segments, **options: Any) -> Tensor:
+    """One call of varying lengths for all samples. CUDA, half precision."""
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  (registers CUDA ops on import)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        found = varlen_attn(query, key, value, queries.offsets, keys.offsets, queries.longest, keys.longest, **options)
+        return cast(Tensor, found)
+
+    return fused(attend, query, key, value)
 
 
 def described_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

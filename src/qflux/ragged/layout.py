@@ -17,16 +17,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from qflux.ragged.attention import described_attention, masked_attention, ragged_attention
+from qflux.ragged.attention import Segments, described_attention, masked_attention, ragged_attention
 from qflux.ragged.interleave import Interleave
 from qflux.ragged.shapes import ImageShape, image_tokens
 from qflux.ragged.spans import Arrangement, SpanAttention, mask_of
-from qflux.ragged.transfer import upload
 
 
 @dataclass(frozen=True)
@@ -98,8 +96,7 @@ class PackedLayout(RaggedLayout):
 
     arrangements: tuple[Arrangement, ...] | None
     """Of each sample; none where its text comes first, then its images, and everything sees everything."""
-    _offsets: Tensor
-    _offsets_host: tuple[int, ...]
+    _samples: Segments
     _spans: SpanAttention | None
 
     @classmethod
@@ -111,9 +108,8 @@ class PackedLayout(RaggedLayout):
         uniform: bool = False,
         arrangements: Sequence[Arrangement] | None = None,
     ) -> PackedLayout:
-        lengths = (text + image for text, image in zip(text_lengths, image_lengths, strict=True))
+        lengths = [text + image for text, image in zip(text_lengths, image_lengths, strict=True)]
         orders = [sample.order for sample in arrangements] if arrangements else None
-        offsets = (0, *accumulate(lengths))
         return cls(
             text_lengths=tuple(text_lengths),
             image_lengths=tuple(image_lengths),
@@ -121,8 +117,7 @@ class PackedLayout(RaggedLayout):
             streams=Interleave.build(text_lengths, image_lengths, device, orders),
             arrangements=tuple(arrangements) if arrangements else None,
             _spans=SpanAttention.of([sample.spans for sample in arrangements], device) if arrangements else None,
-            _offsets=upload(torch.tensor(offsets, dtype=torch.int32), device),
-            _offsets_host=offsets,
+            _samples=Segments.of(lengths, device),
         )
 
     @classmethod
@@ -150,7 +145,7 @@ class PackedLayout(RaggedLayout):
             return described_attention(query, key, value)
         if self._spans is not None:
             return self._spans(query, key, value)
-        return ragged_attention(query, key, value, self._offsets, self._offsets_host)
+        return ragged_attention(query, key, value, self._samples)
 
     def enter_text(self, tokens: Tensor) -> Tensor:
         return tokens

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qflux.ragged.attention import ragged_attention
+from qflux.ragged.attention import Segments, ragged_attention
 from qflux.ragged.interleave import Interleave
 from qflux.ragged.layout import RaggedLayout
-from qflux.ragged.transfer import upload
 
 
 @dataclass(eq=False)
@@ -54,13 +52,12 @@ class Continued:
         """From the tokens of each sample."""
         self._kept: Iterator[tuple[Tensor, Tensor]] = iter(memory.blocks)
         self._order = Interleave.build(prefixes, targets, device)
-        ends = (0, *accumulate(targets)), (0, *accumulate(map(sum, zip(prefixes, targets, strict=True))))
-        self._queries, self._keys = ((upload(torch.tensor(end, dtype=torch.int32), device), end) for end in ends)
+        self._queries = Segments.of(targets, device)
+        self._keys = Segments.of(list(map(sum, zip(prefixes, targets, strict=True))), device)
 
     @torch.compiler.disable
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """`(M, H, D)` each; called by one block after the other."""
         keys, values = next(self._kept)
-        return ragged_attention(
-            query, self._order.join(keys, key), self._order.join(values, value), *self._queries, self._keys
-        )
+        keys, values = self._order.join(keys, key), self._order.join(values, value)
+        return ragged_attention(query, keys, values, self._queries, self._keys)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from inspect import signature
-from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,8 @@ from torch.nn.attention import sdpa_kernel
 
 from qflux.ragged.attention import (
     BY_SPEED,
+    Segments,
+    all_at_once,
     contiguous_gradient,
     has_flash,
     heads_first,
@@ -30,7 +32,6 @@ from qflux.ragged.attention import (
     under_autocast,
 )
 from qflux.ragged.recomputed.kept import fused
-from qflux.ragged.transfer import upload
 
 FEW = 4
 """So many short spans run faster one by one: what one call for all of them saves, putting them together costs."""
@@ -148,37 +149,30 @@ class _Group:
     places: tuple[int, ...]
     """Which spans."""
     causal: bool
-    widths: tuple[int, ...]
-    longest: tuple[int, int]
-    """The most queries and the most keys of a span."""
-    offsets: tuple[Tensor, Tensor]
-    """Where the queries and the keys of each span begin, when all are put together."""
+    queries: Segments
+    keys: Segments
+    """Those of all spans, when they are put together."""
 
     @classmethod
     def of(cls, places: Sequence[int], spans: Sequence[Span], device: torch.device | str | None) -> _Group:
         chosen = [spans[place] for place in places]
-        counts = [span.width for span in chosen], [span.reach for span in chosen]
-        query, key = (upload(torch.tensor([0, *accumulate(count)], dtype=torch.int32), device) for count in counts)
-        longest = max(counts[0]), max(counts[1])
-        return cls(tuple(places), chosen[0].causal, tuple(counts[0]), longest, (query, key))
+        queries, keys = [span.width for span in chosen], [span.reach for span in chosen]
+        return cls(tuple(places), chosen[0].causal, Segments.of(queries, device), Segments.of(keys, device))
 
     def __call__(self, queries: list[Tensor], keys: list[Tensor], values: list[Tensor]) -> Sequence[Tensor]:
-        if len(queries) > FEW and prefers_varlen(queries[0], self.widths):
-            from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  (registers CUDA ops on import)
-
+        if len(queries) > FEW and prefers_varlen(queries[0], self.queries.lengths):
             query, key, value = (torch.cat(parts) for parts in (queries, keys, values))
-            options = _lower_right(varlen_attn) if self.causal else {}
-
-            def all_at_once(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-                return cast(Tensor, varlen_attn(query, key, value, *self.offsets, *self.longest, **options))
-
-            return fused(all_at_once, query, key, value).split(self.widths)
+            options = _lower_right() if self.causal else {}
+            return all_at_once(query, key, value, self.queries, self.keys, **options).split(self.queries.lengths)
         return [_attend(q, k, v, self.causal) for q, k, v in zip(queries, keys, values, strict=True)]
 
 
-def _lower_right(varlen: Any) -> dict[str, Any]:
+@cache
+def _lower_right() -> dict[str, Any]:
     """How `varlen_attn` is told to be causal: torch has called that differently over time."""
-    return {"window_size": (-1, 0)} if "window_size" in signature(varlen).parameters else {"is_causal": True}
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  (registers CUDA ops on import)
+
+    return {"window_size": (-1, 0)} if "window_size" in signature(varlen_attn).parameters else {"is_causal": True}
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
