@@ -596,7 +596,7 @@ class Models:
         return samples_of(case, seed, text, self.reference.unit)
 
     def packed(self, samples: Sequence[Sample], padded: bool = False) -> tuple[Tensor, ...]:
-        """Samples as one ragged batch, as training runs them; one output per sample."""
+        """Samples as one ragged batch, as training runs them; the targets of each, which is all that anybody reads."""
         samples = [self.reference.fitted(sample) for sample in samples]
         inputs = ModelInputs(
             images=torch.cat([s.image for s in samples]),
@@ -607,8 +607,7 @@ class Models:
             padded=padded,
         )
         outputs = self.family.velocity(self.ours, inputs).split([len(s.image) for s in samples])
-        counts = [s.shapes.target_tokens if self.reference.targets_only else None for s in samples]
-        return tuple(output[:count] for output, count in zip(outputs, counts, strict=True))
+        return tuple(output[: s.shapes.target_tokens] for output, s in zip(outputs, samples, strict=True))
 
     def batch(self, samples: Sequence[Sample], fill: float) -> Any:
         """Samples padded, with `fill` in every padding place."""

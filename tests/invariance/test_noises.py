@@ -62,7 +62,7 @@ def test_targets_behind_one_prefix_equal_separate_samples(name, noises, padded):
         for part in row[: sample.target_tokens].split(sample.target_tokens // noises)
     ]
     for output, sample in zip(together, separate, strict=True):
-        expected = models.alone(sample)
+        expected = models.alone(sample)[: len(output)]
         assert (output - expected).abs().max() <= TOLERANCE
         wanted = lora_gradient(models.stock, expected, sample.upstream)
         found = lora_gradient(models.ours, output, sample.upstream)

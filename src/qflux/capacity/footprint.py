@@ -203,13 +203,13 @@ class Footprint:
 
 
 def _kinds(transformer: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Blocks of one list that are alike: of another list they may see other tokens."""
+    """Blocks of one list that are alike: of another list they may see other tokens, and the last one makes fewer."""
     lists = [module for module in transformer.modules() if isinstance(module, nn.ModuleList)]
     home = {id(block): number for number, members in enumerate(lists) for block in members}
     kinds: dict[Any, list[nn.Module]] = {}
     for block in blocks:
         shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
-        kinds.setdefault((home[id(block)], type(block), shapes), []).append(block)
+        kinds.setdefault((home[id(block)], type(block), block is blocks[-1], shapes), []).append(block)
     return list(kinds.values())
 
 

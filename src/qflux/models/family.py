@@ -70,7 +70,10 @@ class ModelInputs:
     def layout(self, arrangements: Sequence[Arrangement] | None = None) -> RaggedLayout:
         """Where the tokens lie; `arrangements` are for families whose images do not simply follow the text."""
         images = [shapes.images for shapes in self.shapes]
-        packed = PackedLayout.from_shapes(self.text_lengths, images, self.images.device, arrangements, self.ragged)
+        targets = [shapes.target_tokens for shapes in self.shapes]
+        packed = PackedLayout.from_shapes(
+            self.text_lengths, images, self.images.device, arrangements, self.ragged, targets
+        )
         return PaddedLayout.of(packed) if self.padded else packed
 
 

@@ -61,6 +61,23 @@ class RaggedLayout(ABC):
         """`(T,)` the sample of each joint token."""
         return self.streams.joint_sample
 
+    @property
+    def given(self) -> RaggedLayout:
+        """The layout of what a block is given; what it returns has this one. They differ in the last block only."""
+        return self
+
+    def read(self, joint: Tensor) -> Tensor:
+        """Of joint tokens `(T, …)` that a block is given, those whose result is read."""
+        return joint
+
+    def read_images(self, images: Tensor) -> Tensor:
+        """The same of image tokens `(N, …)`."""
+        return images
+
+    def read_text(self, text: Tensor) -> Tensor:
+        """The same of text tokens `(L, …)`."""
+        return text
+
     def join(self, text: Tensor, image: Tensor) -> Tensor:
         """Text `(L, …)` and image `(N, …)` tokens in joint order `(T, …)`."""
         return self.streams.join(text, image)
@@ -96,6 +113,8 @@ class PackedLayout(RaggedLayout):
 
     arrangements: tuple[Arrangement, ...] | None
     """Of each sample; none where its text comes first, then its images, and everything sees everything."""
+    targets: tuple[int, ...] | None
+    """How many image tokens of each sample, its first, are read in the end (`ragged.ending`); none: all of them."""
     _samples: Segments
     _spans: SpanAttention | None
 
@@ -107,6 +126,7 @@ class PackedLayout(RaggedLayout):
         device: torch.device | str | None = None,
         uniform: bool = False,
         arrangements: Sequence[Arrangement] | None = None,
+        targets: Sequence[int] | None = None,
     ) -> PackedLayout:
         lengths = [text + image for text, image in zip(text_lengths, image_lengths, strict=True)]
         orders = [sample.order for sample in arrangements] if arrangements else None
@@ -116,6 +136,7 @@ class PackedLayout(RaggedLayout):
             uniform=uniform,
             streams=Interleave.build(text_lengths, image_lengths, device, orders),
             arrangements=tuple(arrangements) if arrangements else None,
+            targets=None if targets is None else tuple(targets),
             _spans=SpanAttention.of([sample.spans for sample in arrangements], device) if arrangements else None,
             _samples=Segments.of(lengths, device),
         )
@@ -128,6 +149,7 @@ class PackedLayout(RaggedLayout):
         device: torch.device | str | None = None,
         arrangements: Sequence[Arrangement] | None = None,
         ragged: bool = False,
+        targets: Sequence[int] | None = None,
     ) -> PackedLayout:
         """The layout of samples with these text lengths and these images (target first).
 
@@ -135,7 +157,7 @@ class PackedLayout(RaggedLayout):
         """
         image_lengths = [image_tokens(shapes) for shapes in img_shapes]
         uniform = len(set(text_lengths)) == 1 and len({tuple(shapes) for shapes in img_shapes}) == 1 and not ragged
-        return cls.build(text_lengths, image_lengths, device, uniform, arrangements)
+        return cls.build(text_lengths, image_lengths, device, uniform, arrangements, targets)
 
     # A graph break on purpose: a loop over samples inside a compiled graph would be unrolled and compiled anew for
     # every batch size, and no fusion crosses an attention kernel anyway.

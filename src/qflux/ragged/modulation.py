@@ -6,7 +6,7 @@ Shapes: T tokens, R rows of conditioning (one per sample, or more where tokens o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,6 +72,10 @@ class ModulatedStream:
     """Without weights of their own."""
     mlp: Callable[[Tensor], Tensor]
     """`(T, C)` to `(T, C)`; the family's own."""
+
+    def of(self, read: Callable[[Tensor], Tensor]) -> ModulatedStream:
+        """The stream of those tokens that are read behind a block."""
+        return replace(self, tokens=read(self.tokens), row=read(self.row))
 
     def before_attention(self) -> Tensor:
         shift, scale, _, _, _, _ = self.conditioning.chunk(6, dim=-1)

@@ -30,8 +30,16 @@ class PrefixMemory:
     """Where the tokens of the batch lie; the same in every step."""
 
 
+class _StandIn:
+    """What a block needs of a layout beside attention."""
+
+    def read(self, joint: Tensor) -> Tensor:
+        """All that a block is given."""
+        return joint
+
+
 @dataclass(eq=False)
-class Recorded:
+class Recorded(_StandIn):
     """Stands in for a layout in the first step: attention as it is there, of which the prefix is kept."""
 
     joint: RaggedLayout
@@ -45,7 +53,7 @@ class Recorded:
         return self.joint.attend(query, key, value)
 
 
-class Continued:
+class Continued(_StandIn):
     """Stands in for a layout in all further steps: targets see what was kept, and themselves."""
 
     def __init__(self, memory: PrefixMemory, prefixes: Sequence[int], targets: Sequence[int], device: Any) -> None:

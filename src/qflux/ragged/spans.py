@@ -116,19 +116,24 @@ class SpanAttention:
     _groups: tuple[_Group, ...]
 
     @classmethod
-    def of(cls, samples: Sequence[Sequence[Span]], device: torch.device | str | None = None) -> SpanAttention:
-        """From the spans of each sample."""
+    def of(
+        cls,
+        samples: Sequence[Sequence[Span]],
+        device: torch.device | str | None = None,
+        wanted: Sequence[Sequence[bool]] | None = None,
+    ) -> SpanAttention:
+        """From the spans of each sample; queries may be those of its `wanted` tokens alone, which are whole spans."""
         moved, start = list[Span](), 0
-        for spans in samples:
+        for number, spans in enumerate(samples):
             length = spans[-1].queries[1]
             require_spans(spans, length)
-            moved += [span.moved(start) for span in spans]
+            moved += [span.moved(start) for span in spans if wanted is None or wanted[number][span.queries[0]]]
             start += length
         kinds = ([place for place, span in enumerate(moved) if span.causal == causal] for causal in (True, False))
         return cls(tuple(moved), tuple(_Group.of(places, moved, device) for places in kinds if places))
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """`(T, H, D)` each."""
+        """`(T, H, D)` each, queries perhaps fewer."""
         query, key, value = under_autocast(query, key, value)
         ranges = tuple(span.keys for span in self.spans)
         queries = query.split([span.width for span in self.spans])

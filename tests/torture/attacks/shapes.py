@@ -34,7 +34,7 @@ def _compare(case: Case) -> None:
         text = [text[0]] * len(text)
     samples = models.samples(shapes, seed=draw.randrange(1000), text=text)
     print(f"{name}, {dict(models.ours.config)}, {shapes}, {text}")
-    alone = [models.alone(sample) for sample in samples]
+    alone = [models.alone(sample)[: sample.shapes.target_tokens] for sample in samples]
     for padded in (False, True):
         together = models.packed(samples, padded=padded)
         for one, other in zip(together, alone, strict=True):

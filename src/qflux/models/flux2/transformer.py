@@ -26,6 +26,7 @@ from qflux.models.by_ids import RaggedByIds, Tokens
 from qflux.models.compat import picklable, register_blocks, require_plain_attention, take_mask
 from qflux.models.mlp import linear_of_two
 from qflux.models.projection import TextProjection
+from qflux.ragged.ending import ending_of
 from qflux.ragged.heads import join_heads, join_turned_heads, turned_heads
 from qflux.ragged.layout import RaggedLayout
 from qflux.ragged.modulation import ModulatedStream, add_gated, clip_fp16, norm_modulate
@@ -98,7 +99,10 @@ class RaggedFlux2SingleBlock(Flux2SingleTransformerBlock):
         text_seq_len: int | None = None,
         layout: RaggedLayout | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Ragged: joint tokens `(T, C)` in and out, modulation `(B, 3 C)`; without a layout it is diffusers' own."""
+        """Ragged: joint tokens `(T, C)` in and out, modulation `(B, 3 C)`; the last one returns targets `(M, C)`.
+
+        Without a layout it is diffusers' own.
+        """
         if layout is None:
             return super().forward(
                 hidden_states,
@@ -109,18 +113,18 @@ class RaggedFlux2SingleBlock(Flux2SingleTransformerBlock):
                 split_hidden_states,
                 text_seq_len,
             )
-        attn, of_joint = self.attn, layout.joint_sample
+        attn = self.attn
         shift, scale, gate = temb_mod.chunk(3, dim=-1)
-        tokens = norm_modulate(self.norm, hidden_states, scale, shift, of_joint)
+        tokens = norm_modulate(self.norm, hidden_states, scale, shift, layout.given.joint_sample)
         *qkv, mlp = attn.to_qkv_mlp_proj(tokens).split([*[attn.inner_dim] * 3, 2 * attn.mlp_hidden_dim], dim=-1)
         # Before attention, where compiled code breaks off: a slice across the break would be read far more slowly.
-        mlp = attn.mlp_act_fn(mlp)
+        mlp = attn.mlp_act_fn(layout.read(mlp))
         query, key, value = _heads(attn, *qkv)
-        query = turned_heads(query, attn.norm_q, image_rotary_emb)
+        query = turned_heads(layout.read(query), attn.norm_q, layout.read(image_rotary_emb))
         key = turned_heads(key, attn.norm_k, image_rotary_emb)
         attended = layout.attend(query, key, value).flatten(1)
         out = linear_of_two(attn.to_out, attended, mlp)
-        return clip_fp16(add_gated(hidden_states, gate, out, of_joint))
+        return clip_fp16(add_gated(layout.read(hidden_states), gate, out, layout.joint_sample))
 
 
 class Flux2Transformer2DModel(RaggedByIds, diffusers.Flux2Transformer2DModel):
@@ -233,13 +237,16 @@ class Flux2Transformer2DModel(RaggedByIds, diffusers.Flux2Transformer2DModel):
         for block in self.transformer_blocks:
             text, image = run(block, image, text, of_image, of_text, rotary, None, layout)
         joint = layout.join(text, image)
-        for block in self.single_transformer_blocks:
-            joint = run(block, joint, None, of_joint, rotary, None, False, None, layout)
+        blocks = self.single_transformer_blocks
+        ending = ending_of(layout, blocks)
+        for block in blocks:
+            at = ending if block is blocks[-1] else layout
+            joint = run(block, joint, None, of_joint, rotary, None, False, None, at)
 
-        image = layout.split(joint)[1]
+        image = ending.split(joint)[1]
         norm = self.norm_out
         scale, shift = norm.linear(norm.silu(temb).to(image.dtype)).chunk(2, dim=1)
-        return layout.leave_image(self.proj_out(norm_modulate(norm.norm, image, scale, shift, layout.image_sample)))
+        return ending.leave_image(self.proj_out(norm_modulate(norm.norm, image, scale, shift, ending.image_sample)))
 
 
 def _heads(attn: Any, *projections: Tensor) -> tuple[Tensor, ...]:

@@ -57,8 +57,8 @@ class Flux3Layout:
     ) -> Flux3Layout:
         """From the tokens of each sample."""
 
-        def layout(first: Sequence[int], second: Sequence[int]) -> RaggedLayout:
-            packed = PackedLayout.build(first, second, device)
+        def layout(first: Sequence[int], second: Sequence[int], targets: Sequence[int] | None = None) -> RaggedLayout:
+            packed = PackedLayout.build(first, second, device, targets=targets)
             return PaddedLayout.of(packed) if padded else packed
 
         def alone(lengths: Sequence[int]) -> RaggedLayout:
@@ -70,7 +70,7 @@ class Flux3Layout:
             target=alone(target),
             control=alone(shown or [0]),
             images=Interleave.build(target, control, device),
-            joint=layout(text, [sum(lengths) for lengths in zip(target, control, strict=True)]),
+            joint=layout(text, [sum(lengths) for lengths in zip(target, control, strict=True)], target),
             uniform=uniform,
         )
 

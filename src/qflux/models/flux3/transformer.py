@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from qflux.models.compat import picklable, require_plain_attention
 from qflux.models.flux3.layout import Flux3Layout, Flux3Padding, Streams
 from qflux.models.projection import TextProjection
+from qflux.ragged.ending import ending_of
 from qflux.ragged.heads import turned_heads
 from qflux.ragged.layout import PackedLayout, RaggedLayout
 from qflux.ragged.modulation import add_gated, norm_modulate
@@ -45,14 +46,16 @@ def _parallel(block: Any, tokens: Tensor, table: Tensor, row: Tensor, rotary: Ro
     """Attention and MLP of the same modulated tokens `(T, C)`, with each token's own row of the table `(R, 3 C)`."""
     shift, scale, gate = table.chunk(3, dim=-1)
     modulated = norm_modulate(block.norm, tokens, scale, shift, row)
-    attn = block.attn
+    attn, read = block.attn, layout.read(modulated)
     query, key, value = (
-        project(modulated).unflatten(-1, (attn.heads, -1)) for project in (attn.to_q, attn.to_k, attn.to_v)
+        project(x).unflatten(-1, (attn.heads, -1))
+        for project, x in ((attn.to_q, read), (attn.to_k, modulated), (attn.to_v, modulated))
     )
-    query, key = (turned_heads(x, norm, rotary, exact=True) for x, norm in ((query, attn.norm_q), (key, attn.norm_k)))
-    mlp = block.ff(modulated)  # before attention, where compiled code breaks off
+    query = turned_heads(query, attn.norm_q, layout.read(rotary), exact=True)
+    key = turned_heads(key, attn.norm_k, rotary, exact=True)
+    mlp = block.ff(read)  # before attention, where compiled code breaks off
     attended = layout.attend(query, key, value).flatten(1)
-    return add_gated(tokens, gate, attn.to_out[1](attn.to_out[0](attended)) + mlp, row)
+    return add_gated(layout.read(tokens), gate, attn.to_out[1](attn.to_out[0](attended)) + mlp, layout.read(row))
 
 
 class RaggedFlux3ModeBlock(Flux3ModeTransformerBlock):
@@ -98,7 +101,10 @@ class RaggedFlux3SingleBlock(Flux3SingleTransformerBlock):
         row: Tensor | None = None,
         layout: RaggedLayout | None = None,
     ) -> Any:
-        """Ragged: joint tokens `(T, C)` in and out, modulation `(R, 3 C)`; without a layout it is diffusers' own."""
+        """Ragged: joint tokens `(T, C)` in and out, modulation `(R, 3 C)`; the last one returns targets `(M, C)`.
+
+        Without a layout it is diffusers' own.
+        """
         if layout is None or row is None:
             return super().forward(hidden_states, encoder_hidden_states, temb_mod, temb_mod_context, image_rotary_emb)
         return _parallel(self, hidden_states, temb_mod, row, image_rotary_emb, layout)
@@ -255,10 +261,12 @@ class Flux3Transformer2DModel(diffusers.Flux3Transformer2DModel):
         )
         of_image = layout.images.join(layout.images.first_sample, batch + layout.images.second_sample)
         row = whole.join(2 * batch + whole.text_sample, whole.enter_image(of_image))
-        for block in self.single_transformer_blocks:
-            joint = self._run(block, joint, None, table, None, rotary, row, whole)
+        blocks = self.single_transformer_blocks
+        ending = ending_of(whole, blocks)
+        for block in blocks:
+            joint = self._run(block, joint, None, table, None, rotary, row, ending if block is blocks[-1] else whole)
 
-        of_target, _ = layout.images.split(whole.leave_image(whole.split(joint)[1]))
+        of_target, _ = layout.images.split(ending.leave_image(ending.split(joint)[1]))
         norm = self.norm_out
         scale, shift = norm.linear(norm.act_fn(noisy)).chunk(2, dim=-1)
         return self.proj_out(norm_modulate(norm.norm, of_target, scale, shift, layout.images.first_sample))

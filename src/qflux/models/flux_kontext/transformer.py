@@ -24,6 +24,7 @@ from qflux.models.by_ids import RaggedByIds, Tokens
 from qflux.models.compat import picklable, register_blocks, require_plain_attention, take_mask
 from qflux.models.mlp import gelu_beside, gelu_feed_forward
 from qflux.ragged.attention import contiguous_gradient
+from qflux.ragged.ending import ending_of
 from qflux.ragged.heads import join_heads, join_turned_heads, turned_heads
 from qflux.ragged.layout import RaggedLayout
 from qflux.ragged.modulation import ModulatedStream, add_gated, clip_fp16, norm_modulate
@@ -102,18 +103,22 @@ class RaggedFluxSingleBlock(FluxSingleTransformerBlock):
         joint_attention_kwargs: dict[str, Any] | None = None,
         layout: RaggedLayout | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Ragged: joint tokens `(T, C)` in and out, temb `(B, C)`; there is no separate text stream any more."""
+        """Ragged: joint tokens `(T, C)` in and out, temb `(B, C)`; there is no separate text stream any more.
+
+        The last one returns targets `(M, C)`.
+        """
         if layout is None:
             return super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs)
-        attn, of_joint = self.attn, layout.joint_sample
+        attn = self.attn
         shift, scale, gate = _conditioning(self.norm, temb).chunk(3, dim=-1)
-        tokens = norm_modulate(self.norm.norm, hidden_states, scale, shift, of_joint)
-        query, key, value = _heads(attn, attn.to_q(tokens), attn.to_k(tokens), attn.to_v(tokens))
-        query = turned_heads(query, attn.norm_q, image_rotary_emb)
+        tokens = norm_modulate(self.norm.norm, hidden_states, scale, shift, layout.given.joint_sample)
+        read = layout.read(tokens)
+        query, key, value = _heads(attn, attn.to_q(read), attn.to_k(tokens), attn.to_v(tokens))
+        query = turned_heads(query, attn.norm_q, layout.read(image_rotary_emb))
         key = turned_heads(key, attn.norm_k, image_rotary_emb)
         attended = layout.attend(query, key, value).flatten(1)
-        out = gelu_beside(self.proj_mlp, self.proj_out, tokens, attended)
-        return clip_fp16(add_gated(hidden_states, gate, out, of_joint))
+        out = gelu_beside(self.proj_mlp, self.proj_out, read, attended)
+        return clip_fp16(add_gated(layout.read(hidden_states), gate, out, layout.joint_sample))
 
 
 class FluxTransformer2DModel(RaggedByIds, diffusers.FluxTransformer2DModel):
@@ -223,13 +228,15 @@ class FluxTransformer2DModel(RaggedByIds, diffusers.FluxTransformer2DModel):
         for block in self.transformer_blocks:
             text, image = run(block, image, text, temb, rotary, None, layout)
         joint = layout.join(text, image)
-        for block in self.single_transformer_blocks:
-            joint = run(block, joint, None, temb, rotary, None, layout)
+        blocks = self.single_transformer_blocks
+        ending = ending_of(layout, blocks)
+        for block in blocks:
+            joint = run(block, joint, None, temb, rotary, None, ending if block is blocks[-1] else layout)
 
-        image = layout.split(joint)[1]
+        image = ending.split(joint)[1]
         norm = self.norm_out
         scale, shift = norm.linear(norm.silu(temb).to(image.dtype)).chunk(2, dim=1)
-        return layout.leave_image(self.proj_out(norm_modulate(norm.norm, image, scale, shift, layout.image_sample)))
+        return ending.leave_image(self.proj_out(norm_modulate(norm.norm, image, scale, shift, ending.image_sample)))
 
 
 def _conditioning(norm: Any, temb: Tensor) -> Tensor:

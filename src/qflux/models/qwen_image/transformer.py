@@ -24,6 +24,7 @@ from qflux.models.compat import mask_from_lengths, picklable, register_blocks, r
 from qflux.models.mlp import gelu_feed_forward
 from qflux.models.padding import Padding, as_bool
 from qflux.models.qwen_image.facts import MOST_IMAGES
+from qflux.ragged.ending import ending_of
 from qflux.ragged.heads import join_heads, join_turned_heads
 from qflux.ragged.layout import PackedLayout, RaggedLayout
 from qflux.ragged.modulation import ModulatedStream, clip_fp16, norm_modulate
@@ -53,7 +54,8 @@ class RaggedQwenImageBlock(QwenImageTransformerBlock):
         modulate_index: Tensor | None = None,
         layout: RaggedLayout | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Ragged: image `(N, C)`, text `(L, C)`, temb `(B, C)`. Returns text, image, as diffusers does.
+        """Ragged: image `(N, C)`, text `(L, C)`, temb `(B, C)`. Returns text, image, as diffusers does; the last block
+        returns no text, and targets `(M, C)`.
 
         With `zero_cond_t`, temb is `(2 B, C)`, its second half for t = 0, and `modulate_index` `(N,)` says which row of
         temb an image token takes.
@@ -68,7 +70,7 @@ class RaggedQwenImageBlock(QwenImageTransformerBlock):
                 joint_attention_kwargs,
                 modulate_index,
             )
-        of_image = layout.image_sample if modulate_index is None else modulate_index
+        of_image = layout.given.image_sample if modulate_index is None else modulate_index
         text_temb = temb if modulate_index is None else temb.chunk(2)[0]
         image = ModulatedStream(
             hidden_states,
@@ -79,31 +81,29 @@ class RaggedQwenImageBlock(QwenImageTransformerBlock):
         )
         text = ModulatedStream(
             encoder_hidden_states,
-            layout.text_sample,
+            layout.given.text_sample,
             self.txt_mod(text_temb),
             (self.txt_norm1, self.txt_norm2),
             functools.partial(gelu_feed_forward, self.txt_mlp),
         )
         qkv = self._joint_qkv(text.before_attention(), image.before_attention(), image_rotary_emb, layout)
-        attended = layout.attend(*qkv)
-        text_out, image_out = layout.split(attended.flatten(1))
+        text_out, image_out = layout.split(layout.attend(*qkv).flatten(1))
         text_out, image_out = self.attn.to_add_out(text_out), self.attn.to_out[1](self.attn.to_out[0](image_out))
+        text, image = text.of(layout.read_text), image.of(layout.read_images)
         return clip_fp16(text.after_attention(text_out)), clip_fp16(image.after_attention(image_out))
 
     def _joint_qkv(
         self, text: Tensor, image: Tensor, rotary: Rotary, layout: RaggedLayout
     ) -> tuple[Tensor, Tensor, Tensor]:
-        attn = self.attn
+        attn, given = self.attn, layout.given
         heads = (-1, attn.inner_dim // attn.heads)
-        text_q, text_k, text_v = (
-            project(text).unflatten(-1, heads) for project in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-        )
-        image_q, image_k, image_v = (
-            project(image).unflatten(-1, heads) for project in (attn.to_q, attn.to_k, attn.to_v)
-        )
-        query = join_turned_heads(layout, text_q, image_q, (attn.norm_added_q, attn.norm_q), rotary)
-        key = join_turned_heads(layout, text_k, image_k, (attn.norm_added_k, attn.norm_k), rotary)
-        return query, key, join_heads(layout, text_v, image_v)
+        text_k, text_v = (project(text).unflatten(-1, heads) for project in (attn.add_k_proj, attn.add_v_proj))
+        image_k, image_v = (project(image).unflatten(-1, heads) for project in (attn.to_k, attn.to_v))
+        text_q = attn.add_q_proj(layout.read_text(text)).unflatten(-1, heads)
+        image_q = attn.to_q(layout.read_images(image)).unflatten(-1, heads)
+        query = join_turned_heads(layout, text_q, image_q, (attn.norm_added_q, attn.norm_q), layout.read(rotary))
+        key = join_turned_heads(given, text_k, image_k, (attn.norm_added_k, attn.norm_k), rotary)
+        return query, key, join_heads(given, text_v, image_v)
 
 
 class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
@@ -293,12 +293,14 @@ class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
 
         checkpointing = torch.is_grad_enabled() and self.gradient_checkpointing
         run = self._gradient_checkpointing_func if checkpointing else _call
+        ending = ending_of(layout, self.transformer_blocks)
         for block in self.transformer_blocks:
-            text, image = run(block, image, text, None, temb, rotary, None, modulate_index, layout)
+            at = ending if block is self.transformer_blocks[-1] else layout
+            text, image = run(block, image, text, None, temb, rotary, None, modulate_index, at)
 
         norm = self.norm_out
         scale, shift = norm.linear(norm.silu(temb[:batch]).to(image.dtype)).chunk(2, dim=1)
-        return layout.leave_image(self.proj_out(norm_modulate(norm.norm, image, scale, shift, layout.image_sample)))
+        return ending.leave_image(self.proj_out(norm_modulate(norm.norm, image, scale, shift, ending.image_sample)))
 
 
 def _padding(

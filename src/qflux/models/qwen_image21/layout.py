@@ -123,7 +123,11 @@ class QwenImage21Layout:
         """From the text tokens and images of each sample, and the text tokens before each control."""
         samples: list[Sample] = list(zip(text, shapes, map(tuple, places), strict=True))
         packed = PackedLayout.build(
-            text, [sample.tokens for sample in shapes], device, arrangements=[arrange(*sample) for sample in samples]
+            text,
+            [sample.tokens for sample in shapes],
+            device,
+            arrangements=[arrange(*sample) for sample in samples],
+            targets=[sample.target_tokens for sample in shapes],
         )
         of_text, of_image = zip(*(positions(*sample) for sample in samples), strict=True)
         count, rows = sum(len(sample.targets) for sample in shapes), list[Tensor]()

@@ -24,6 +24,7 @@ from torch import Tensor
 from qflux.models.compat import picklable, require_plain_attention
 from qflux.models.qwen_image21.layout import QwenImage21Layout, Segments
 from qflux.models.qwen_image21.padded import QwenImage21Padding, is_ordinary
+from qflux.ragged.ending import ending_of
 from qflux.ragged.heads import turned_heads
 from qflux.ragged.layout import RaggedLayout
 from qflux.ragged.modulation import add_gated, clip_fp16, norm_modulate
@@ -54,7 +55,7 @@ class RaggedQwenImage21Block(QwenImage21TransformerBlock):
     ) -> Tensor:
         """Ragged: joint tokens `(T, C)`, modulation `(R + 1, 4 C)`, and `row` `(T,)`, which of its rows a token takes.
 
-        Without a layout it is diffusers' own.
+        The last one returns targets `(M, C)`. Without a layout it is diffusers' own.
         """
         if layout is None or row is None:
             return super().forward(
@@ -72,15 +73,18 @@ class RaggedQwenImage21Block(QwenImage21TransformerBlock):
         tokens = norm_modulate(self.img_norm1, hidden_states, modulation.chunk(4, dim=-1)[0], None, row)
         attended = self._attended(tokens, rotary_emb, layout)
         _, gate, scale_mlp, gate_mlp = modulation.chunk(4, dim=-1)  # behind attention, where compiled code begins anew
-        tokens = add_gated(hidden_states, gate.tanh(), attended, row)
+        row = layout.read(row)
+        tokens = add_gated(layout.read(hidden_states), gate.tanh(), attended, row)
         modulated = norm_modulate(self.img_norm2, tokens, scale_mlp, None, row)
         return clip_fp16(add_gated(tokens, gate_mlp.tanh(), self.img_mlp(modulated), row))
 
     def _attended(self, tokens: Tensor, rotary: Any, layout: RaggedLayout) -> Tensor:
         attn = self.attn
         heads = (-1, attn.inner_dim // attn.heads)
-        query, key, value = (project(tokens).unflatten(-1, heads) for project in (attn.to_q, attn.to_k, attn.to_v))
-        query, key = turned_heads(query, attn.norm_q, rotary), turned_heads(key, attn.norm_k, rotary)
+        query = attn.to_q(layout.read(tokens)).unflatten(-1, heads)
+        key, value = (project(tokens).unflatten(-1, heads) for project in (attn.to_k, attn.to_v))
+        query = turned_heads(query, attn.norm_q, layout.read(rotary))
+        key = turned_heads(key, attn.norm_k, rotary)
         return attn.to_out[1](attn.to_out[0](layout.attend(query, key, value).flatten(1)))
 
 
@@ -213,9 +217,12 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
         row = whole.join(torch.full_like(whole.text_sample, layout.targets), target)
         temb = self._conditioning(timestep, joint)
         rotary = self._rotary(whole.join(whole.enter_text(of_text), whole.enter_image(of_image)))
-        seen = whole if memory is None else layout.recorded(memory)
-        joint = self._blocks(joint, temb, rotary, *[None] * 7, row, seen)
-        return whole.leave_image(self._predicted(whole.split(joint)[1], temb, target))
+        if memory is not None:
+            joint = self._blocks(joint, temb, rotary, *[None] * 7, row, layout.recorded(memory))
+            return whole.leave_image(self._predicted(whole.split(joint)[1], temb, target))
+        ending = ending_of(whole, self.transformer_blocks)
+        joint = self._blocks(joint, temb, rotary, *[None] * 7, row, whole, ending=ending)
+        return ending.leave_image(self._predicted(ending.split(joint)[1], temb, ending.read_images(target)))
 
     def _forward_targets(
         self, image: Tensor, timestep: Tensor, layout: QwenImage21Layout, memory: PrefixMemory
@@ -232,11 +239,16 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
         """`(R + 1, C)` of the targets, and of what has no noise."""
         return self.time_text_embed(torch.cat([timestep, timestep.new_zeros(1)]).to(like.dtype), like)
 
-    def _blocks(self, tokens: Tensor, temb: Tensor, rotary: Tensor, *rest: Any) -> Tensor:
+    def _blocks(
+        self, tokens: Tensor, temb: Tensor, rotary: Tensor, *rest: Any, ending: RaggedLayout | None = None
+    ) -> Tensor:
+        """All of them, the last one on a layout of its own if there is an ending."""
         table = self.modulation(temb)
         checkpointing = torch.is_grad_enabled() and self.gradient_checkpointing
         run = self._gradient_checkpointing_func if checkpointing else _call
         for block in self.transformer_blocks:
+            if ending is not None and block is self.transformer_blocks[-1]:
+                rest = (*rest[:-1], ending)
             tokens = run(block, tokens, table, rotary, *rest)
         return tokens
 
