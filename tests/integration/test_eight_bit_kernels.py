@@ -32,7 +32,7 @@ def assert_same_rows(found: rows.Rows, expected: rows.Rows) -> None:
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
-@pytest.mark.parametrize("width", [48, 3072, 15360])
+@pytest.mark.parametrize("width", [48, 3072, 15360, 36864])
 def test_rows(randn, dtype, width):
     x, factor = randn(37, 2 * width)[:, ::1][:, :width] * 3, randn(width).float().abs()
     for given in (None, factor):

@@ -114,7 +114,7 @@ class RaggedFlux2SingleBlock(Flux2SingleTransformerBlock):
                 text_seq_len,
             )
         attn = self.attn
-        shift, scale, gate = temb_mod.chunk(3, dim=-1)
+        shift, scale, _ = temb_mod.chunk(3, dim=-1)
         tokens = norm_modulate(self.norm, hidden_states, scale, shift, layout.given.joint_sample)
         *qkv, mlp = attn.to_qkv_mlp_proj(tokens).split([*[attn.inner_dim] * 3, 2 * attn.mlp_hidden_dim], dim=-1)
         # Before attention, where compiled code breaks off: a slice across the break would be read far more slowly.
@@ -123,6 +123,7 @@ class RaggedFlux2SingleBlock(Flux2SingleTransformerBlock):
         query = turned_heads(layout.read(query), attn.norm_q, layout.read(image_rotary_emb))
         key = turned_heads(key, attn.norm_k, image_rotary_emb)
         attended = layout.attend(query, key, value).flatten(1)
+        gate = temb_mod.chunk(3, dim=-1)[2]  # behind attention, where compiled code begins anew
         out = linear_of_two(attn.to_out, attended, mlp)
         return clip_fp16(add_gated(layout.read(hidden_states), gate, out, layout.joint_sample))
 

@@ -44,17 +44,19 @@ class Mode(NamedTuple):
 
 def _parallel(block: Any, tokens: Tensor, table: Tensor, row: Tensor, rotary: Rotary, layout: RaggedLayout) -> Tensor:
     """Attention and MLP of the same modulated tokens `(T, C)`, with each token's own row of the table `(R, 3 C)`."""
-    shift, scale, gate = table.chunk(3, dim=-1)
+    shift, scale, _ = table.chunk(3, dim=-1)
     modulated = norm_modulate(block.norm, tokens, scale, shift, row)
     attn, read = block.attn, layout.read(modulated)
-    query, key, value = (
+    # In this order, what one layer has rounded to 8 bits is what the next one reads.
+    key, value, query = (
         project(x).unflatten(-1, (attn.heads, -1))
-        for project, x in ((attn.to_q, read), (attn.to_k, modulated), (attn.to_v, modulated))
+        for project, x in ((attn.to_k, modulated), (attn.to_v, modulated), (attn.to_q, read))
     )
     query = turned_heads(query, attn.norm_q, layout.read(rotary), exact=True)
     key = turned_heads(key, attn.norm_k, rotary, exact=True)
     mlp = block.ff(read)  # before attention, where compiled code breaks off
     attended = layout.attend(query, key, value).flatten(1)
+    gate = table.chunk(3, dim=-1)[2]  # behind attention, where compiled code begins anew
     return add_gated(layout.read(tokens), gate, attn.to_out[1](attn.to_out[0](attended)) + mlp, layout.read(row))
 
 

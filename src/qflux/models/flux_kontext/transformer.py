@@ -110,13 +110,16 @@ class RaggedFluxSingleBlock(FluxSingleTransformerBlock):
         if layout is None:
             return super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs)
         attn = self.attn
-        shift, scale, gate = _conditioning(self.norm, temb).chunk(3, dim=-1)
+        conditioning = _conditioning(self.norm, temb)
+        shift, scale, _ = conditioning.chunk(3, dim=-1)
         tokens = norm_modulate(self.norm.norm, hidden_states, scale, shift, layout.given.joint_sample)
         read = layout.read(tokens)
-        query, key, value = _heads(attn, attn.to_q(read), attn.to_k(tokens), attn.to_v(tokens))
+        # In this order, what one layer has rounded to 8 bits is what the next one reads.
+        key, value, query = _heads(attn, attn.to_k(tokens), attn.to_v(tokens), attn.to_q(read))
         query = turned_heads(query, attn.norm_q, layout.read(image_rotary_emb))
         key = turned_heads(key, attn.norm_k, image_rotary_emb)
         attended = layout.attend(query, key, value).flatten(1)
+        gate = conditioning.chunk(3, dim=-1)[2]  # behind attention, where compiled code begins anew
         out = gelu_beside(self.proj_mlp, self.proj_out, read, attended)
         return clip_fp16(add_gated(layout.read(hidden_states), gate, out, layout.joint_sample))
 

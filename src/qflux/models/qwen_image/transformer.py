@@ -97,9 +97,10 @@ class RaggedQwenImageBlock(QwenImageTransformerBlock):
     ) -> tuple[Tensor, Tensor, Tensor]:
         attn, given = self.attn, layout.given
         heads = (-1, attn.inner_dim // attn.heads)
+        # Stream by stream: what one layer has rounded to 8 bits is what the next one reads.
         text_k, text_v = (project(text).unflatten(-1, heads) for project in (attn.add_k_proj, attn.add_v_proj))
-        image_k, image_v = (project(image).unflatten(-1, heads) for project in (attn.to_k, attn.to_v))
         text_q = attn.add_q_proj(layout.read_text(text)).unflatten(-1, heads)
+        image_k, image_v = (project(image).unflatten(-1, heads) for project in (attn.to_k, attn.to_v))
         image_q = attn.to_q(layout.read_images(image)).unflatten(-1, heads)
         query = join_turned_heads(layout, text_q, image_q, (attn.norm_added_q, attn.norm_q), layout.read(rotary))
         key = join_turned_heads(given, text_k, image_k, (attn.norm_added_k, attn.norm_k), rotary)

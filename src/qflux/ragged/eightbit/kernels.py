@@ -10,30 +10,57 @@ import triton.language as tl
 
 
 @triton.jit
-def _in_rows(
-    x, factor, out, scale, stride, width, smallest, LARGEST: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr
-):
+def _store_row(value, out, scale, row, smallest, LARGEST: tl.constexpr, inside, column, width, WHOLE: tl.constexpr):
+    # What is not finite makes the scale NaN.
+    own = tl.maximum(tl.max(tl.abs(value)) / LARGEST, smallest) + tl.sum(value - value)
+    tl.store(scale + row, own)
+    tl.store(out + row * width + column, _rounded(value, own, WHOLE).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _rounded(value, own, WHOLE: tl.constexpr):
+    value = value * (1.0 / own)
+    return tl.extra.cuda.libdevice.rint(value) if WHOLE else value
+
+
+@triton.jit
+def _values(x, factor, inside, column):
+    value = tl.load(x + column, inside, 0.0).to(tl.float32)
+    if factor is not None:
+        value *= tl.load(factor + column, inside, 0.0)
+    return value
+
+
+@triton.jit
+def _in_rows(x, factor, out, scale, stride, width, smallest, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
+             BLOCK: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    value = _values(x + row * stride, factor, column < width, column)
+    _store_row(value, out, scale, row, smallest, LARGEST, column < width, column, width, WHOLE)
+
+
+@triton.jit
+def _in_long_rows(x, factor, out, scale, stride, width, smallest, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
+                  BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     most = tl.zeros([BLOCK], tl.float32)
     odd = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        value = tl.load(x + row * stride + column, column < width, 0.0).to(tl.float32)
-        if factor is not None:
-            value *= tl.load(factor + column, column < width, 0.0)
+        value = _values(x + row * stride, factor, column < width, column)
         most = tl.maximum(most, tl.abs(value))
-        odd += value - value  # NaN for what is not finite
+        odd += value - value
     own = tl.maximum(tl.max(most) / LARGEST, smallest) + tl.sum(odd)
     tl.store(scale + row, own)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        value = tl.load(x + row * stride + column, column < width, 0.0).to(tl.float32)
-        if factor is not None:
-            value *= tl.load(factor + column, column < width, 0.0)
-        value = tl.div_rn(value, own)
-        if WHOLE:
-            value = tl.extra.cuda.libdevice.rint(value)
+        value = _rounded(_values(x + row * stride, factor, column < width, column), own, WHOLE)
         tl.store(out + row * width + column, value.to(out.dtype.element_ty), column < width)
+
+
+LONG = 16384
+"""Wider rows do not fit into registers: they are read twice."""
 
 
 def in_rows(x, dtype, factor, largest, smallest):
@@ -42,11 +69,12 @@ def in_rows(x, dtype, factor, largest, smallest):
     count, width = x.shape
     out = torch.empty(count, width, dtype=dtype, device=x.device)
     scale = torch.empty(count, dtype=torch.float32, device=x.device)
-    block = min(triton.next_power_of_2(width), 4096)
+    kernel, block = (_in_long_rows, 4096) if width > LONG else (_in_rows, triton.next_power_of_2(width))
     if count:
-        _in_rows[(count,)](
-            x, factor, out, scale, x.stride(0), width, smallest, largest, dtype == torch.int8, block, num_warps=8
-        )
+        kernel[(count,)](
+            x, factor, out, scale, x.stride(0), width, smallest, largest, dtype == torch.int8, block,
+            num_warps=4 if kernel is _in_rows and block <= 4096 else 8,
+        )  # fmt: skip
     return out, scale
 
 
@@ -54,16 +82,6 @@ def in_rows(x, dtype, factor, largest, smallest):
 def _gelu_gate(x):
     # gelu(x) = x * gate, in the tanh approximation
     return tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-
-
-@triton.jit
-def _store_row(value, out, scale, row, smallest, LARGEST: tl.constexpr, inside, column, width, WHOLE: tl.constexpr):
-    own = tl.maximum(tl.max(tl.abs(value)) / LARGEST, smallest) + tl.sum(value - value)
-    tl.store(scale + row, own)
-    value = value * (1.0 / own)
-    if WHOLE:
-        value = tl.extra.cuda.libdevice.rint(value)
-    tl.store(out + row * width + column, value.to(out.dtype.element_ty), inside)
 
 
 @triton.jit

@@ -45,7 +45,8 @@ class EightBitLinear(nn.Linear):
         return self.weight.float() * self.scale[:, None]
 
     def forward(self, input: Tensor) -> Tensor:
-        tokens = input.reshape(-1, self.in_features)
+        # A tensor that is reshaped is another one: nobody would see that its rows are known (`in_rows_once`).
+        tokens = input if input.ndim == 2 else input.reshape(-1, self.in_features)
         out: Tensor
         if torch.is_grad_enabled():
             out = _Product.apply(tokens, self.weight, self.scale, self.bias, self.is_last)
