@@ -36,7 +36,7 @@ _HOST_SECONDS = 0.0015
 _ABOUT_THE_SAME = 1.01
 """A way that is faster by less than this is not worth moving more for."""
 _SHARES = 16
-"""Into so many shares blocks are divided: where some are streamed, only such numbers of them are looked at."""
+"""Into so many shares blocks are divided: only such numbers are streamed, unless all blocks may be."""
 
 Step = Sequence[Sequence[int]]
 """The tokens of the samples of each micro-batch of an optimizer step."""
@@ -262,7 +262,8 @@ def _streamed(config: Config, may: int, blocks: int) -> list[int]:
     asked = config.train.streamed_blocks
     if asked != "auto":
         return [min(asked, blocks)] if min(asked, blocks) <= may else []
-    shares = {share * blocks // _SHARES for share in range(_SHARES + 1)}
+    # Where all are recomputed, memory is scarcest, and each block that stays is one that need not be waited for.
+    shares = set(range(blocks + 1)) if may == blocks else {share * blocks // _SHARES for share in range(_SHARES + 1)}
     return sorted(share for share in shares if share <= may) if may in shares and can_stream(config) else [0]
 
 
