@@ -18,7 +18,8 @@ HANG = 1800.0
 """Seconds until something counts as hanging. No test depends on how fast it is: a machine may be busy."""
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["qflux.commands"])
+FAMILIES = ("flux_kontext", "flux2", "flux3", "qwen_image", "qwen_image21")
+CONTEXT.set_forkserver_preload(["qflux.commands", *(f"qflux.models.{folder}.family" for folder in FAMILIES)])
 
 
 def free_port() -> int:

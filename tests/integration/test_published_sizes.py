@@ -112,7 +112,7 @@ def test_a_1024_pixel_edit_goes_through_every_command(name, tmp_path: Path, caps
         "data.held_out": "null",
         "train.max_train_steps": 1,
         "train.compile": "false",
-        "train.preflight": str(name == "qwen-image-edit").lower(),  # once is enough: it is a second step of this size
+        "train.preflight": str(name == "flux-kontext").lower(),  # once is enough: it is a second step of this size
         "predict.num_inference_steps": 2,
     }
     changed = [argument for key, value in changes.items() for argument in ("--set", f"{key}={value}")]

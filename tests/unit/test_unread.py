@@ -64,7 +64,7 @@ def test_the_last_product_is_left_out_and_gradients_are_the_same(name, keeps_att
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["flux-kontext", "flux2", "qwen-image-2.1"])
+@pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit-plus, 2511", "flux2", "flux3", "qwen-image-2.1"])
 def test_compiled_code_leaves_it_out_too(name, left_out):
     torch._dynamo.reset()
     models = Models(name)
