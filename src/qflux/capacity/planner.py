@@ -258,7 +258,7 @@ def _ways(config: Config, blocks: int, compiled: bool) -> list[Choice]:
 
 
 def _streamed(config: Config, may: int, blocks: int) -> list[int]:
-    """How many blocks could be streamed, if the first so many may; not every number is looked at."""
+    """How many blocks could be streamed, if the first so many may; of many numbers some are looked at."""
     asked = config.train.streamed_blocks
     if asked != "auto":
         return [min(asked, blocks)] if min(asked, blocks) <= may else []

@@ -1,7 +1,8 @@
-"""The last block of a transformer makes nothing that nobody reads: of text and controls, keys and values alone.
+"""The last block of a transformer makes little that nobody reads: of text and controls, keys and values.
 
 Behind it only targets are read. So it has their queries only, its MLP sees only them, and what it returns are targets;
-in an edit they are less than half of all tokens. diffusers computes the others too, and throws them away.
+in an edit they are less than half of all tokens. diffusers computes the others too, and throws them away. So do single
+samples and samples that are alike, which run its own forward; and FLUX.2's single block, one layer of which makes all.
 
 Shapes: M target, N image, T joint tokens of the whole batch (see `ragged.layout`).
 """

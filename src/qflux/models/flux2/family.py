@@ -77,7 +77,7 @@ def _description(folder: Path) -> dict[str, Any]:
 
 
 def velocity(transformer: Any, inputs: ModelInputs) -> Tensor:
-    """`(N, C)` the transformer's prediction for every image token."""
+    """`(N, C)` the transformer's prediction, of which the rows of targets mean something."""
     dtype, device = transformer.dtype, inputs.images.device
     guidance = torch.full_like(inputs.sigma, inputs.guidance) if transformer.config.guidance_embeds else None
     return transformer(

@@ -47,7 +47,7 @@ def load(pretrained: str, parts: Sequence[str], dtype: torch.dtype, device: torc
 
 
 def velocity(transformer: Any, inputs: ModelInputs) -> Tensor:
-    """`(N, C)` the transformer's prediction for every image token."""
+    """`(N, C)` the transformer's prediction, of which the rows of targets mean something."""
     dtype, device = transformer.dtype, inputs.images.device
     text = torch.cat([item.tokens for item in inputs.text]).to(dtype)
     pooled = torch.stack([item.pooled for item in inputs.text if item.pooled is not None]).to(dtype)

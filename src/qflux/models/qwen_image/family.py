@@ -55,7 +55,7 @@ def load(pretrained: str, parts: Sequence[str], dtype: torch.dtype, device: torc
 
 
 def velocity(transformer: Any, inputs: ModelInputs) -> Tensor:
-    """`(N, C)` the transformer's prediction for every image token."""
+    """`(N, C)` the transformer's prediction, of which the rows of targets mean something."""
     dtype = transformer.dtype
     return transformer(
         hidden_states=inputs.images.to(dtype),

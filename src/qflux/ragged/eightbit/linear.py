@@ -45,14 +45,13 @@ class EightBitLinear(nn.Linear):
         return self.weight.float() * self.scale[:, None]
 
     def forward(self, input: Tensor) -> Tensor:
-        # A tensor that is reshaped is another one: nobody would see that its rows are known (`in_rows_once`).
-        tokens = input if input.ndim == 2 else input.reshape(-1, self.in_features)
         out: Tensor
         if torch.is_grad_enabled():
+            tokens = input.reshape(-1, self.in_features)
             out = _Product.apply(tokens, self.weight, self.scale, self.bias, self.is_last)
         else:
-            rows = in_rows_once(tokens, self.weight.dtype)
-            out = product(*rows, self.weight, self.scale, self.bias, tokens.dtype, False)
+            rows = in_rows_once(input, self.weight.dtype)  # as it was given: reshaped, it would be another tensor
+            out = product(*rows, self.weight, self.scale, self.bias, input.dtype, False)
         return out.view(*input.shape[:-1], self.out_features)
 
     def of_two(self, first: Tensor, second: Tensor) -> Tensor:

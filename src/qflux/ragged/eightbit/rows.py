@@ -48,16 +48,18 @@ def in_rows(x: Tensor, dtype: torch.dtype, factor: Tensor | None = None) -> Rows
 
 
 def in_rows_once(x: Tensor, dtype: torch.dtype) -> Rows:
-    """`in_rows`, remembered until something else is asked for: queries, keys and values are made of the same tokens.
+    """`in_rows` of `x` `(..., C)`, remembered until something else is asked for: queries, keys and values are made of
+    the same tokens.
 
-    For code that runs without a gradient as it is written; a compiler finds repetitions by itself.
+    For code that runs without a gradient as it is written; a compiler finds repetitions by itself, and can't see
+    through what a thread remembers. A tensor without a version is one of which nobody can tell whether it has changed.
     """
-    if torch.is_inference(x):  # has no version, so that nobody can tell whether it has changed
-        return in_rows(x, dtype)
+    if torch.compiler.is_compiling() or torch.is_inference(x):
+        return in_rows(x.reshape(-1, x.shape[-1]), dtype)
     key = x._version, x.shape, x.stride(), dtype
     if _LAST.of is not None and _LAST.of() is x and _LAST.key == key:
         return _LAST.rows
-    rows = in_rows(x, dtype)
+    rows = in_rows(x.reshape(-1, x.shape[-1]), dtype)
     _LAST.of, _LAST.key, _LAST.rows = weakref.ref(x), key, rows
     return rows
 
