@@ -12,14 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import qflux
 from qflux.config import Config
 
 HANG = 1800.0
 """Seconds until something counts as hanging. No test depends on how fast it is: a machine may be busy."""
 
 CONTEXT = multiprocessing.get_context("forkserver")
-FAMILIES = ("flux_kontext", "flux2", "flux3", "qwen_image", "qwen_image21")
-CONTEXT.set_forkserver_preload(["qflux.commands", *(f"qflux.models.{folder}.family" for folder in FAMILIES)])
+FOLDERS = [file.parent.name for file in Path(qflux.__file__).parent.glob("models/*/family.py")]
+CONTEXT.set_forkserver_preload(["qflux.commands", *(f"qflux.models.{folder}.family" for folder in FOLDERS)])
 
 
 def free_port() -> int:

@@ -122,6 +122,7 @@ def qflux(arguments: list[str], desk: Path) -> None:
     """A command of qflux, in this process: importing torch takes longer than most of them."""
     if arguments[0] == "init":
         arguments = [*arguments, "--force"]
+    # A folder is trained on with settings of its own, and one page trains for longer.
     if (arguments[0] == "train" and not arguments[1].endswith(".yaml")) or "train.max_train_steps=20" in arguments:
         for setting in ("train.max_train_steps=2", "train.lr_warmup_steps=0", "validation.num_inference_steps=1"):
             arguments = [*arguments, "--set", setting]
