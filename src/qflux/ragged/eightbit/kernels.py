@@ -64,7 +64,7 @@ LONG = 16384
 
 
 def in_rows(x, dtype, factor, largest, smallest):
-    """`rows.in_rows` in one pass."""
+    """`rows.in_rows` in one kernel; rows of up to `LONG` channels are read once."""
     x = x if x.stride(1) == 1 else x.contiguous()
     count, width = x.shape
     out = torch.empty(count, width, dtype=dtype, device=x.device)
