@@ -43,6 +43,7 @@ from qflux.models.family import Arithmetic
 from qflux.models.loading import empty_transformer
 from qflux.models.precision import EIGHT_BITS, compute_in_eight_bits
 from qflux.ragged.compilation import compile_blocks
+from qflux.training.optimizer.step import settle_gradients
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALES = FULL if DEVICE == "cuda" else SMALL
@@ -91,7 +92,9 @@ class Bench:
         found = Card.of(torch.device(DEVICE), memory)
         if found is None:
             return Card("no card", 2**34, 1e12)
-        return found
+        # A model that is there already is part of the plan.
+        held = torch.cuda.memory_allocated() if DEVICE == "cuda" and memory is None else 0
+        return replace(found, memory=found.memory + held)
 
     def batch(self, targets: Sequence[int], start: int = 0) -> Batch:
         """Some of the samples of a step, the first of which is number `start`."""
@@ -105,6 +108,7 @@ class Bench:
         if DEVICE == "cuda":
             torch.cuda.empty_cache()
         self.model = build_model(self.scale, DEVICE)
+        settle_gradients(self.model.parameters())  # as in training
         blocks = self.family.blocks(self.model)
         if self.precision:
             compute_in_eight_bits(blocks, self.precision)

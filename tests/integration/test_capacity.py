@@ -98,7 +98,7 @@ def test_what_two_blocks_of_each_kind_take_tells_what_a_whole_model_takes(name, 
     blocks = footprint.blocks
     for choice in (way(0), way(blocks // 2), way(blocks), way(blocks // 2, keeps=True), way(blocks, keeps=True)):
         tokens, peak = counted(config, family, on_meta(name, 4), sizes, 64, choice)
-        assert footprint.activations(choice)(tokens) == pytest.approx(peak, rel=0.08), choice
+        assert 0.97 * peak <= footprint.activations(choice)(tokens) <= 1.1 * peak, choice
 
 
 def test_what_attention_gave_is_as_large_as_the_input_of_a_block(tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from family_samples import REFERENCES
+from family_samples import REFERENCES, Models, lora_parameters
 from published import photo
 from qflux.commands import Trainer
 from qflux.config import load_config
@@ -84,3 +84,21 @@ def test_a_prompt_that_is_too_long_is_an_error_unless_it_may_be_cut(name):
     encoder = get_family("flux2").encoder(REFERENCES[name].components(0), TextLimit(512))
     with pytest.raises(DataError, match="512"):
         encoder.encode_text([Prompt("many words " * 400)])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_where_diffusers_blocks_have_wrong_gradients_single_samples_run_in_ours(count, monkeypatch):
+    """cuDNN's attention takes a gradient that is a slice for a whole one; it is asked for none."""
+    models = Models("flux2")
+    shapes = [[(3, 4), (2, 3)]] * count
+    expected = gradients(models, shapes)
+    monkeypatch.setattr(type(models.ours), "_stock", lambda *_: pytest.fail("diffusers' own blocks ran"))
+    monkeypatch.setattr("qflux.models.flux2.transformer.needs_contiguous_gradient", lambda _: True)
+    torch.testing.assert_close(gradients(models, shapes), expected, rtol=1e-5, atol=1e-5)
+
+
+def gradients(models, shapes):
+    samples = [models.reference.fitted(sample) for sample in models.samples(shapes)]
+    loss = sum((output * sample.upstream[: len(output)]).sum() for output, sample in
+               zip(models.packed(samples), samples, strict=True))  # fmt: skip
+    return torch.cat([found.flatten() for found in torch.autograd.grad(loss, lora_parameters(models.ours))])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from qflux.memory import hosting
-from qflux.memory.hosting import HostedInputs
+from qflux.memory.hosting import HostMemory
 from qflux.memory.recomputation import Recomputation
 from qflux.ragged.recomputed import kept
 from qflux.ragged.recomputed.kept import fused
@@ -80,7 +80,7 @@ def test_kept_attention_and_hosted_inputs_give_the_same_gradients_to_the_bit(dat
     sizes = (rows, sum(cuts) - rows)
     expected = gradients(blocks, sizes, lambda block, *args: block(*args))
     recomputed = {id(blocks[place]) for place in chosen}
-    run = Recomputation(recomputed, keeps, HostedInputs() if hosts else None)
+    run = Recomputation(recomputed, keeps, HostMemory() if hosts else None)
     for _ in range(2):
         kernel.runs = 0
         found = gradients(blocks, sizes, run)
@@ -101,7 +101,7 @@ def test_queries_keys_and_values_are_gone_until_they_are_computed_again():
 
 
 def test_hosted_inputs_leave_nothing_behind_if_there_is_no_backward_pass():
-    hosted = HostedInputs()
+    hosted = HostMemory()
     blocks = [Block(Kernel(), False, [8]) for _ in range(3)]
     run = Recomputation({id(block) for block in blocks}, hosted=hosted)
     for _ in range(2):
@@ -110,7 +110,8 @@ def test_hosted_inputs_leave_nothing_behind_if_there_is_no_backward_pass():
             tokens, other = run(block, tokens, other)
         del tokens, other
         gc.collect()
-        assert hosted._newest() is None
+        hosted._forget()
+        assert not hosted._blocks
 
 
 def test_an_interrupted_pass_and_attention_without_a_gradient_leave_nothing_behind():
@@ -120,7 +121,7 @@ def test_an_interrupted_pass_and_attention_without_a_gradient_leave_nothing_behi
     run = Recomputation({id(block) for block in blocks}, keeps_attention=True)
     made: list[weakref.ref[object]] = []
     known = kept._Call.__init__
-    kept._Call.__init__ = lambda self, kernel: made.append(weakref.ref(self)) or known(self, kernel)
+    kept._Call.__init__ = lambda self, kernel, send: made.append(weakref.ref(self)) or known(self, kernel, send)
     try:
         tokens, other = torch.randn(4, 16).requires_grad_() * 1, torch.randn(4, 16).requires_grad_() * 1
         for block in blocks:
@@ -144,11 +145,11 @@ def test_inputs_are_sent_for_before_they_are_needed(monkeypatch):
     ready: list[bool] = []
     arrived = hosting._Parcel.arrived
     monkeypatch.setattr(
-        hosting._Parcel, "arrived", lambda self: ready.append(self._device is not None) or arrived(self)
+        hosting._Parcel, "arrived", lambda self, place: ready.append(self._device is not None) or arrived(self, place)
     )
     # On a CPU nothing leaves by itself.
     monkeypatch.setattr(hosting._Parcel, "has_left", lambda self: setattr(self, "_device", None))
-    hosted = HostedInputs()
+    hosted = HostMemory()
     blocks = [Block(Kernel(), False, [8]) for _ in range(6)]
     run = Recomputation({id(block) for block in blocks}, hosted=hosted)
     gradients(blocks, (4, 4), run)
@@ -163,3 +164,25 @@ def test_without_a_gradient_nothing_is_recorded(keeps):
     with torch.no_grad():
         Recomputation({id(block)}, keeps)(block, torch.randn(4, 16), torch.randn(4, 16))
     assert kernel.runs == 1
+
+
+def test_what_attention_gave_waits_on_the_host_beside_the_inputs():
+    """Of all blocks but those whose copies may still be under way."""
+    given: list[weakref.ref[object]] = []
+
+    class Watched(Kernel):
+        def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            out = super().__call__(query, key, value)
+            given.append(weakref.ref(out.untyped_storage()))
+            return out
+
+    kernel = Watched()
+    blocks = [Block(kernel, True, [5, 3]) for _ in range(6)]
+    run = Recomputation({id(block) for block in blocks}, keeps_attention=True, hosted=HostMemory())
+    tokens, other = torch.randn(4, 16).requires_grad_() * 1, torch.randn(4, 16).requires_grad_() * 1
+    for block in blocks:
+        tokens, other = run(block, tokens, other)
+    gc.collect()
+    assert [reference() is None for reference in given] == [True] * 8 + [False] * 4
+    (tokens.sum() + other.sum()).backward()
+    assert kernel.runs == 12

@@ -26,7 +26,7 @@ def left_out(monkeypatch) -> list[int]:
             widths.append(width)
         return tokens.new_full((*tokens.shape[:-1], width), torch.nan)
 
-    monkeypatch.setattr(unread, "_nothing", spoiled)
+    monkeypatch.setattr(unread, "nothing", spoiled)
     return widths
 
 

@@ -12,7 +12,7 @@ from qflux.training.optimizer.build import build_optimizer
 from qflux.training.optimizer.ema import Ema
 from qflux.training.optimizer.loss_scale import LossScale
 from qflux.training.optimizer.schedule import Schedule, build_schedule
-from qflux.training.optimizer.step import Update
+from qflux.training.optimizer.step import Update, settle_gradients
 
 RATE = 0.1
 
@@ -204,3 +204,27 @@ def test_a_gradient_that_overflows_at_the_smallest_scale_is_broken_and_the_scale
     assert (found[0], found[-1]) == (0.0, 1.0)
     assert float(update.loss_scale.scale) == LossScale.LEAST
     assert float(step(update, 41).skipped) == 0.0
+
+
+def test_gradients_lie_where_they_lay_and_steps_are_the_same():
+    settled, plain = make(), make()
+    settle_gradients(settled.parameters.values())
+    places = []
+    for number in range(4):
+        for update in (settled, plain):
+            for _ in range(1 + number % 2):  # some steps have two passes
+                update.backward(loss_of(update))
+            if update is settled:
+                places.append([parameter.grad.data_ptr() for parameter in update.parameters.values()])
+            update.apply(number, loss_of(update).detach())
+        assert all(parameter.grad is None for parameter in settled.parameters.values())
+    assert places == places[:1] * 4
+    assert all(torch.equal(one, other) for one, other in zip(values(settled), values(plain), strict=True))
+
+
+def test_a_parameter_without_a_gradient_has_none_even_if_it_had_one_before():
+    update = make()
+    settle_gradients(update.parameters.values())
+    step(update, 0)
+    update.backward(update.parameters["a"].sum())
+    assert update.parameters["b"].grad is None

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig
 from peft.tuners.loha.layer import Linear as LoHaLinear
 from peft.tuners.lokr.layer import Linear as LoKrLinear
+from peft.tuners.lora import Linear as PeftLinear
 from peft.tuners.lora import LoraLayer as PeftLoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict
@@ -23,6 +24,8 @@ from qflux.adapters.layers import FOREIGN, LoraLayer, LoraLayers
 from qflux.config import LoraSettings
 from qflux.errors import CheckpointError, ConfigError
 from qflux.ragged.eightbit.linear import is_eight_bit
+from qflux.ragged.fused.adapted import adapted_product
+from qflux.ragged.recomputed.unread import LastLinear
 
 ADAPTER = "default"
 KINDS: dict[str, type[PeftConfig]] = {"LORA": LoraConfig, "LOKR": LoKrConfig, "LOHA": LoHaConfig}
@@ -40,6 +43,53 @@ class Float32Linear(nn.Linear):
         return F.linear(input, self.weight.to(input.dtype), bias)
 
 
+class LoRALinear(PeftLinear):
+    """A linear layer and its LoRA, as one product where that can be; elsewhere it computes as PEFT does."""
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        if args or options or not self._is_plain(x):
+            out: Tensor = super().forward(x, *args, **options)
+            return out
+        return self._product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+    def of_two(self, first: Tensor, second: Tensor) -> Tensor:
+        """`self(cat([first, second]))`: one product over the channels of two tensors, `(T, I1)` and `(T, I2)`."""
+        if not self._is_plain(first):
+            return self(torch.cat([first, second], dim=1))
+        return self._product(first, second)
+
+    def _product(self, *parts: Tensor) -> Tensor:
+        base, (name,) = self.base_layer, self.active_adapters
+        down, up = self.lora_A[name].weight, self.lora_B[name].weight
+        is_last = isinstance(base, LastLinear)
+        return adapted_product(parts, base.weight, base.bias, down, up, self.scaling[name], is_last)
+
+    def _is_plain(self, x: Tensor) -> bool:
+        """Whether there is one LoRA, nothing but a LoRA, on a frozen layer that is nothing but a product."""
+        if self.disable_adapters or self.merged or len(self.active_adapters) != 1:
+            return False
+        base, (name,) = self.base_layer, self.active_adapters
+        if name not in self.lora_A or name in self.lora_variant or not isinstance(self.lora_dropout[name], nn.Identity):
+            return False
+        down, up = self.lora_A[name], self.lora_B[name]
+        in_float32 = self.cast_input_dtype_enabled and down.weight.dtype != x.dtype
+        return (
+            type(base) in (nn.Linear, LastLinear)
+            and type(base.weight) is nn.Parameter
+            and not base.weight.requires_grad
+            and (base.bias is None or not base.bias.requires_grad)
+            and base.weight.dtype == x.dtype
+            and not (in_float32 or _is_under_autocast(x.device))
+            and down.bias is None
+            and up.bias is None
+            and not any(each._forward_hooks or each._forward_pre_hooks for each in (base, down, up))
+        )
+
+
+def _is_under_autocast(device: torch.device) -> bool:
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 class _InBaseDtype:
     """LoKr and LoHa make a whole weight from float32 factors; it is multiplied in the base's dtype."""
 
@@ -55,7 +105,11 @@ class _LoKrLinear(_InBaseDtype, LoKrLinear): ...
 class _LoHaLinear(_InBaseDtype, LoHaLinear): ...
 
 
-_QUICK: dict[type[nn.Module], type[nn.Module]] = {LoKrLinear: _LoKrLinear, LoHaLinear: _LoHaLinear}
+_QUICK: dict[type[nn.Module], type[nn.Module]] = {
+    PeftLinear: LoRALinear,
+    LoKrLinear: _LoKrLinear,
+    LoHaLinear: _LoHaLinear,
+}
 
 
 def inject(

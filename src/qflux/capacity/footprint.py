@@ -112,10 +112,11 @@ class Footprint:
         return sum(self._sizes[place] for place in choice.waiting(self.blocks))
 
     def inputs_on_host(self, choice: Choice) -> Line:
-        """Of a pass: what blocks that are recomputed leave in host memory."""
+        """Of a pass: what blocks that are recomputed leave in host memory, inputs and what attention gave."""
         total, left = Line(), len(choice.recomputed(self.blocks)) if choice.hosts_inputs else 0
         for kind in self.kinds:
             total = total.plus(kind.recomputed, min(left, kind.count))
+            total = total.plus(kind.attention, min(left, kind.count) if choice.keeps_attention else 0)
             left -= min(left, kind.count)
         return total
 
@@ -130,17 +131,19 @@ class Footprint:
         It is the first blocks that are recomputed: when it is their turn in the backward pass, the activations of all
         others are gone.
         """
-        of_first, of_others, largest = Line(), Line(), Line()
+        of_first, of_others, largest, longest = Line(), Line(), Line(), Line()
         again = len(choice.recomputed(self.blocks))
         left = again
         for kind in self.kinds:
             count = min(left, kind.count)
             left -= count
-            on_device = min(IN_FLIGHT, count) if choice.hosts_inputs else count
-            of_first = of_first.plus(kind.recomputed, on_device)
-            of_first = of_first.plus(kind.attention, count if choice.keeps_attention else 0)
+            left_by_one = kind.recomputed.plus(kind.attention) if choice.keeps_attention else kind.recomputed
+            of_first = of_first.plus(left_by_one, count)
             of_others = of_others.plus(kind.stored, kind.count - count)
-            largest = max(largest, kind.stored if count else Line(), key=_size)
+            if count:
+                longest, largest = max(longest, left_by_one, key=_size), max(largest, kind.stored, key=_size)
+        if choice.hosts_inputs:
+            of_first = min(of_first, Line().plus(longest, IN_FLIGHT), key=_size)
         if choice.compiled:
             around = Line().plus(self.around_stored, self.compiled_around)
             at_end = of_first.plus(of_others, self.compiled).plus(around)

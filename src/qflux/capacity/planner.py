@@ -71,7 +71,8 @@ class Prediction:
         recomputed = f"{again} of {self.blocks} blocks recomputed"
         recomputed += " but for attention" if again and choice.keeps_attention else ""
         waiting = [f"the weights of {len(choice.waiting(self.blocks))}"] if choice.streamed else []
-        waiting += [f"the inputs of {again}"] if choice.hosts_inputs else []
+        kept = " and what their attention gave" if choice.keeps_attention else ""
+        waiting += [f"the inputs of {again}{kept}"] if choice.hosts_inputs else []
         on_host = f", {' and '.join(waiting)} in host memory ({_gib(self.on_host)} GiB)" if waiting else ""
         return (
             f"passes of {tokens}, {recomputed}{on_host}{', compiled' if choice.compiled else ''}\n"
@@ -222,7 +223,7 @@ def _seconds(choice: Choice, footprint: Footprint, card: Card, work: Sequence[_W
     """Of a step, on average.
 
     Forward and backward, whatever takes longest: arithmetic; the host, which queues it; or what is on its way from host
-    memory, weights in both directions and inputs backward.
+    memory, weights forward and backward and inputs backward. Inputs leave on the other way of the link.
     """
     share, speed = len(choice.recomputed(footprint.blocks)) / footprint.blocks, card.flops * _SPEED[choice.compiled]
     of_host = footprint.blocks * _HOST_SECONDS
@@ -235,8 +236,10 @@ def _seconds(choice: Choice, footprint: Footprint, card: Card, work: Sequence[_W
         linear = each.linear / footprint.speed
         again = share * ((1 - footprint.unread) * linear + (0 if choice.keeps_attention else each.attention))
         forward, backward = linear + each.attention, linear + 2 * each.attention + again
-        total += (1 + footprint.looks) * max(forward / speed, passes * of_host, passes * weights)
-        total += max(backward / speed, passes * of_host * (2 + share), passes * weights + inputs * sum(each.lengths))
+        leaving = inputs * sum(each.lengths)
+        total += max(forward / speed, passes * of_host, passes * weights, leaving)
+        total += footprint.looks * max(forward / speed, passes * of_host, passes * weights)
+        total += max(backward / speed, passes * of_host * (2 + share), passes * weights + leaving)
     return total / len(work)
 
 

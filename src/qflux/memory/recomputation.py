@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from qflux.memory.hosting import HostedInputs
+from qflux.memory.hosting import HostMemory
 from qflux.ragged.eightbit.linear import EightBitLinear
 from qflux.ragged.recomputed.kept import Record
 from qflux.ragged.recomputed.unread import LastLinear, Unread, leaving_out
@@ -25,8 +25,8 @@ class Recomputation:
     """The `id` of each; that may grow later."""
     keeps_attention: bool = False
     """They keep what attention gave, and it is not computed again."""
-    hosted: HostedInputs | None = None
-    """Where their inputs wait; none: on the device."""
+    hosted: HostMemory | None = None
+    """Where their inputs wait, and what attention gave if it is kept; none: on the device."""
     unread: Collection[int] = ()
     """The `id` of each whose last product is not computed again."""
 
@@ -36,7 +36,8 @@ class Recomputation:
             return block(*args)
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            forward, again = Record().contexts() if self.keeps_attention else (nullcontext(), nullcontext())
+            record = Record(None if self.hosted is None else self.hosted.send)
+            forward, again = record.contexts() if self.keeps_attention else (nullcontext(), nullcontext())
             return forward, _both(again, leaving_out()) if id(block) in self.unread else again
 
         with nullcontext() if self.hosted is None else self.hosted.saving(args):
@@ -53,7 +54,7 @@ def _both(*contexts: AbstractContextManager[None]) -> Iterator[None]:
 
 def recompute(transformer: Any, chosen: Container[int], keeps_attention: bool = False, hosted: bool = False) -> None:
     """Let a transformer recompute the blocks whose `id` is among the chosen; see `Recomputation`."""
-    run = Recomputation(chosen, keeps_attention, HostedInputs() if hosted else None, _prepare(transformer))
+    run = Recomputation(chosen, keeps_attention, HostMemory() if hosted else None, _prepare(transformer))
     transformer.enable_gradient_checkpointing(run)
 
 

@@ -33,6 +33,10 @@ class RaggedByIds:
         """diffusers' own forward, on an ordinary batch with ids `(S, A)` and `(P, A)`."""
         raise NotImplementedError
 
+    def _may_run_stock(self, image: Tensor) -> bool:
+        """Whether diffusers' own forward gives the right gradients of such tokens."""
+        return True
+
     def _ragged(self, tokens: Tokens, layout: RaggedLayout, conditions: dict[str, Any]) -> Tensor:
         """The forward on packed tokens `(N, C)` and `(L, C)` with ids of each."""
         raise NotImplementedError
@@ -67,7 +71,7 @@ class RaggedByIds:
 
     def run_packed(self, tokens: Tokens, layout: RaggedLayout, conditions: dict[str, Any]) -> Tensor:
         """Packed tokens in and out. Samples that are all alike are an ordinary batch, and run as one."""
-        if layout.uniform:
+        if layout.uniform and self._may_run_stock(tokens.image):
             alike = Tokens(*(x.unflatten(0, (layout.batch_size, -1)) for x in tokens))
             ordinary = alike._replace(img_ids=alike.img_ids[0], txt_ids=alike.txt_ids[0])
             return self._stock(ordinary, conditions).flatten(0, 1)

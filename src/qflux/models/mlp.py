@@ -38,9 +38,8 @@ def linear_of_two(linear: nn.Module, first: Tensor, second: Tensor) -> Tensor:
     """`linear(cat([first, second]))`: one product over the channels of two tensors, `(T, C1)` and `(T, C2)`."""
     if _can_fuse(linear, first):
         return fused.linear_of_two(linear, first, second)
-    if isinstance(linear, EightBitLinear):
-        return linear.of_two(first, second)
-    return linear(torch.cat([first, second], dim=1))
+    of_two = getattr(linear, "of_two", None)  # in 8 bits, or with a LoRA
+    return linear(torch.cat([first, second], dim=1)) if of_two is None else of_two(first, second)
 
 
 def _can_fuse(linear: nn.Module, tokens: Tensor) -> TypeGuard[nn.Linear]:

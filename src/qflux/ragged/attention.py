@@ -112,6 +112,12 @@ def contiguous_gradient(attended: Tensor) -> Tensor:
     return _ContiguousGradient.apply(attended)
 
 
+def needs_contiguous_gradient(tokens: Tensor) -> bool:
+    """Whether attention of such tokens may run in that kernel, and will be asked for a gradient."""
+    may_run = tokens.is_cuda and tokens.dtype in (torch.bfloat16, torch.float16)
+    return may_run and torch.is_grad_enabled() and torch.backends.cuda.cudnn_sdp_enabled()
+
+
 class _ContiguousGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, attended: Tensor) -> Tensor:

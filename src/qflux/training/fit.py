@@ -31,7 +31,7 @@ from qflux.training.optimizer.build import build_optimizer
 from qflux.training.optimizer.ema import Ema
 from qflux.training.optimizer.loss_scale import LossScale
 from qflux.training.optimizer.schedule import build_schedule
-from qflux.training.optimizer.step import Update
+from qflux.training.optimizer.step import Update, settle_gradients
 from qflux.training.preflight.fitting import fitted_to_run
 from qflux.training.preflight.probes import settings_probes, starts_from, trained_weights
 from qflux.training.resume_guard import (
@@ -167,6 +167,8 @@ def sample_reader(config: Config, pretrained: Pretrained, dataset: Dataset) -> S
 def build_update(config: Config, model: TrainedModel, world: World, device: torch.device, total: int) -> Update:
     """The optimizer of a model, with everything that a step needs."""
     optimizer = build_optimizer(config.optimizer, model.parameters, config.lora.plus_ratio)
+    if not model.is_full and config.train.distributed == "ddp":
+        settle_gradients(model.parameters.values())
     return Update(
         model.parameters,
         optimizer,

@@ -26,6 +26,7 @@ from qflux.models.by_ids import RaggedByIds, Tokens
 from qflux.models.compat import picklable, register_blocks, require_plain_attention, take_mask
 from qflux.models.mlp import linear_of_two
 from qflux.models.projection import TextProjection
+from qflux.ragged.attention import needs_contiguous_gradient
 from qflux.ragged.ending import ending_of
 from qflux.ragged.heads import join_heads, join_turned_heads, turned_heads
 from qflux.ragged.layout import RaggedLayout
@@ -208,6 +209,10 @@ class Flux2Transformer2DModel(RaggedByIds, diffusers.Flux2Transformer2DModel):
     def _stock(self, tokens: Tokens, conditions: dict[str, Any]) -> Tensor:
         image, text, img_ids, txt_ids = tokens
         return super().forward(image, text, img_ids=img_ids, txt_ids=txt_ids, **conditions, return_dict=False)[0]
+
+    def _may_run_stock(self, image: Tensor) -> bool:
+        # diffusers' single-stream block joins what attention gave with the MLP: its gradient comes as a slice.
+        return not needs_contiguous_gradient(image)
 
     def _ragged(self, tokens: Tokens, layout: RaggedLayout, conditions: dict[str, Any]) -> Tensor:
         require_plain_attention(self.transformer_blocks, Flux2AttnProcessor)

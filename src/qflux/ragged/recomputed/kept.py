@@ -5,21 +5,23 @@ needs beside queries, keys and values, which the rest of the block makes again, 
 much as the input of the block. So that is kept, and the kernel runs once forward and once backward.
 
 A block's forward pass writes what attention gave into a `Record`, its recomputation reads it. Kernels are called by
-`fused`, and nobody else has to know.
+`fused`, and nobody else has to know. The output may wait elsewhere meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
+Send = Callable[[Tensor], Callable[[], Tensor]]
+"""Takes a tensor to where it waits; what it returns brings it back, once."""
 
 
 def fused(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -34,12 +36,15 @@ def fused(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 class Record:
     """What the attention calls of a block gave, between its forward pass and its recomputation."""
 
-    def __init__(self) -> None:
+    def __init__(self, send: Send | None = None) -> None:
+        """Outputs go where `send` takes them; none: they stay on the device."""
         self._calls: list[_Call] = []
+        self._send = send
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """For the forward pass, and for the recomputation."""
-        return self._taking(_Turn(self._calls, writes=True)), self._taking(_Turn(self._calls, writes=False))
+        writing, reading = _Turn(self._calls, writes=True, send=self._send), _Turn(self._calls, writes=False)
+        return self._taking(writing), self._taking(reading)
 
     @contextmanager
     def _taking(self, turn: _Turn) -> Iterator[None]:
@@ -54,14 +59,15 @@ class Record:
 class _Turn:
     """One run through a block: which of its calls is next."""
 
-    def __init__(self, calls: list[_Call], writes: bool) -> None:
+    def __init__(self, calls: list[_Call], writes: bool, send: Send | None = None) -> None:
         self._calls = calls
         self._writes = writes
+        self._send = send
         self.place = 0
 
     def next(self, kernel: Kernel) -> _Call:
         if self._writes:
-            self._calls.append(_Call(kernel))
+            self._calls.append(_Call(kernel, self._send))
             return self._calls[-1]
         self.place += 1
         return self._calls[self.place - 1]
@@ -73,9 +79,12 @@ _TURN: ContextVar[_Turn | None] = ContextVar("turn", default=None)
 class _Call:
     """A call of a kernel: its own small graph, without the three tensors that it began with."""
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: Kernel, send: Send | None) -> None:
         self._kernel: Kernel | None = kernel
-        self._out: Tensor | None = None
+        self._send = send
+        self._edge: GradientEdge | None = None
+        """Where the graph is entered from its end."""
+        self._result = _Result()
         self._leaves: list[Tensor] = []
         self._layouts: list[tuple[int, ...]] = []
         self._given: list[Tensor] = []
@@ -83,37 +92,104 @@ class _Call:
 
     def forward(self, *given: Tensor) -> Tensor:
         """The result; it is computed the first time only."""
-        if self._kernel is not None:
-            self._leaves = [tensor.detach().requires_grad_() for tensor in given]
-            self._layouts = [tensor.stride() for tensor in given]
-            self._given.extend(self._leaves)
-            with torch.enable_grad(), _without(self._given):
-                self._out = self._kernel(*self._leaves)
-            self._given.clear()
-            for leaf in self._leaves:  # the graph holds them, but needs their place in it only
-                leaf.data = leaf.new_empty(0)
-            self._kernel = None
-        assert self._out is not None
-        return self._out.detach()
+        if self._kernel is None:
+            return self._result.taken()
+        self._leaves = [tensor.detach().requires_grad_() for tensor in given]
+        self._layouts = [tensor.stride() for tensor in given]
+        self._given.extend(self._leaves)
+        saved: list[_Saved] = []
+        with torch.enable_grad(), _without(self._given, saved):
+            out = self._kernel(*self._leaves)
+        self._edge = get_gradient_edge(out)
+        self._given.clear()
+        for leaf in self._leaves:  # the graph holds them, but needs their place in it only
+            leaf.data = leaf.new_empty(0)
+        self._kernel = None
+        self._result.keep(out.detach(), saved, self._send)
+        return out.detach()
 
     def backward(self, grad: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         """The gradients, from the tensors that were computed again; afterwards nothing is kept."""
-        assert self._out is not None
+        assert self._edge is not None
         if [tensor.stride() for tensor in given] != self._layouts:
             raise RuntimeError("queries, keys or values were computed again in another layout; report this, please")
         self._given.extend(given)
         try:
-            return torch.autograd.grad(self._out, self._leaves, grad)
+            return torch.autograd.grad(self._edge, self._leaves, grad)
         finally:
             self._given.clear()
-            self._leaves, self._out = [], None
+            self._leaves, self._edge, self._result = [], None, _Result()
 
 
-def _without(given: list[Tensor]) -> saved_tensors_hooks:
+class _Result:
+    """What a call gave, between the forward pass and the recomputation; perhaps it waits elsewhere."""
+
+    def __init__(self) -> None:
+        self._tensor: Tensor | None = None
+        self._bring: Callable[[], Tensor] | None = None
+        self._layout: _Layout | None = None
+
+    def keep(self, out: Tensor, saved: Sequence[_Saved], send: Send | None) -> None:
+        """Keep it, or send it away; the graph has saved it too, and must not hold it then."""
+        memory = out.untyped_storage()
+        if send is None or memory.nbytes() != out.numel() * out.element_size():
+            self._tensor = out
+            return
+        self._layout = _Layout.of(out)
+        self._bring = send(out.as_strided((out.numel(),), (1,), 0))
+        for each in saved:
+            each.let_go(memory, self)
+
+    def taken(self) -> Tensor:
+        """The tensor, on the device."""
+        if self._tensor is None:
+            assert self._bring is not None
+            assert self._layout is not None
+            self._tensor, self._bring = self._layout.seen(self._bring()), None
+        return self._tensor.detach()
+
+
+class _Saved:
+    """A tensor that the graph of a call has saved: itself, or where in the result it is."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor
+        self._result: _Result | None = None
+        self._layout = _Layout.of(tensor)
+
+    def let_go(self, memory: torch.UntypedStorage, result: _Result) -> None:
+        """If it lies in the memory of a result, look it up there."""
+        if self._tensor is not None and self._tensor.untyped_storage()._cdata == memory._cdata:
+            self._tensor, self._result = None, result
+
+    def taken(self) -> Tensor:
+        if self._tensor is not None:
+            return self._tensor
+        assert self._result is not None
+        return self._layout.seen(self._result.taken())
+
+
+class _Layout(NamedTuple):
+    """How a tensor lies in its memory."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    start: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Layout:
+        return cls(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def seen(self, memory: Tensor) -> Tensor:
+        """A tensor that lies so in the memory of another."""
+        return memory.as_strided(*self)
+
+
+def _without(given: list[Tensor], others: list[_Saved]) -> saved_tensors_hooks:
     """Inside, what is saved of the tensors in a list is not kept: it is looked up there when it is needed.
 
     The hooks know the list and nothing else. If they knew the call, it would hold its graph, and the graph the call,
-    where nobody can see that the two are garbage.
+    where nobody can see that the two are garbage. What else is saved is put into `others`.
     """
 
     def let_go(saved: Tensor) -> Any:
@@ -122,11 +198,12 @@ def _without(given: list[Tensor]) -> saved_tensors_hooks:
             start = saved.storage_offset() - tensor.storage_offset()
             if is_shared and 0 <= start < _extent(tensor):
                 return number, saved.shape, saved.stride(), start
-        return saved
+        others.append(_Saved(saved))
+        return others[-1]
 
     def take_again(packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
+        if isinstance(packed, _Saved):
+            return packed.taken()
         number, shape, stride, start = packed
         tensor = given[number]
         return tensor.as_strided(shape, stride, tensor.storage_offset() + start)

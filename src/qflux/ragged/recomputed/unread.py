@@ -62,16 +62,17 @@ class LastLinear(nn.Linear):
 @torch.library.custom_op("qflux::last_product", mutates_args=())
 def _product(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if is_left_out():
-        return _nothing(tokens, len(weight))
+        return nothing(tokens, len(weight))
     return F.linear(tokens, weight, bias)
 
 
 @_product.register_fake
 def _(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _nothing(tokens, weight.shape[0])
+    return nothing(tokens, weight.shape[0])
 
 
-def _nothing(tokens: Tensor, width: int) -> Tensor:
+def nothing(tokens: Tensor, width: int) -> Tensor:
+    """What stands for a product that is left out."""
     return tokens.new_empty(*tokens.shape[:-1], width)
 
 
