@@ -10,7 +10,8 @@ with n = 1024 / 1600 / 2304 / 4096 (45 % of a padded batch is padding), four wit
 and sixteen of 256 to 512 pixels, n = 256 to 1024. Weights are random: speed and memory do not depend on them.
 
 "One by one" is what most people would do instead: batch size 1, gradients accumulated over the same samples, compiled,
-in diffusers' own forward (which qflux's class runs for a single sample), or for FLUX.3 and Qwen-Image-2.1 in qflux's.
+in diffusers' own forward (which qflux's class runs for a single sample), or for FLUX.2, FLUX.3 and Qwen-Image-2.1 in
+qflux's.
 
 Model-FLOP utilisation counts the arithmetic of valid tokens only (forward once, backward through frozen weights once,
 no recomputation) over the device's peak, so that work on padding is not rewarded.

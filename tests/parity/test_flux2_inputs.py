@@ -97,6 +97,27 @@ def test_where_diffusers_blocks_have_wrong_gradients_single_samples_run_in_ours(
     torch.testing.assert_close(gradients(models, shapes), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_an_ordinary_batch_does_without_that_kernel(monkeypatch):
+    """Called as diffusers' class is called, it runs diffusers' blocks; cuDNN's attention may not be chosen there."""
+    models = Models("flux2")
+    transformer, allowed = models.ours, []
+    inputs = {
+        "hidden_states": torch.randn(2, 12, transformer.config.in_channels),
+        "encoder_hidden_states": torch.randn(2, 5, transformer.config.joint_attention_dim),
+        "timestep": torch.tensor([0.3, 0.8]),
+        "guidance": torch.tensor([3.5, 3.5]) if transformer.config.guidance_embeds else None,
+        "img_ids": torch.randint(0, 9, (12, 4)),
+        "txt_ids": torch.randint(0, 9, (5, 4)),
+        "return_dict": False,
+    }
+    block = transformer.single_transformer_blocks[0]
+    block.register_forward_pre_hook(lambda *_: allowed.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    (expected,) = transformer(**inputs)
+    monkeypatch.setattr("qflux.models.flux2.transformer.needs_contiguous_gradient", lambda _: True)
+    torch.testing.assert_close(transformer(**inputs)[0], expected, rtol=1e-5, atol=1e-5)
+    assert allowed == [True, False]
+
+
 def gradients(models, shapes):
     samples = [models.reference.fitted(sample) for sample in models.samples(shapes)]
     loss = sum((output * sample.upstream[: len(output)]).sum() for output, sample in

@@ -120,6 +120,29 @@ def test_a_product_that_nobody_reads_is_left_out_and_gradients_are_the_same():
     assert_same(found[1:], expected[1:], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("frozen", ["lora_A", "lora_B"])
+def test_either_factor_may_be_frozen(frozen):
+    for goes_on in (True, False):
+        ours, stock = layers(3)
+        for layer in (ours, stock):
+            getattr(layer, frozen).requires_grad_(False)
+        x = torch.randn(4, ours.in_features, dtype=torch.float64)
+        upstream = torch.randn(4, ours.out_features, dtype=torch.float64)
+        assert_same(outcome(ours, x, upstream, goes_on=goes_on), outcome(stock, x, upstream, goes_on=goes_on))
+
+
+def test_a_lora_that_adds_nothing_changes_no_bit():
+    ours, _ = layers(4, torch.bfloat16)
+    nn.init.zeros_(ours.lora_B["default"].weight)
+    x = torch.randn(50, ours.in_features, dtype=torch.bfloat16)
+    for given in ([x], x.split([1, ours.in_features - 1], dim=1)):
+        with_lora = ours(*given) if len(given) == 1 else linear_of_two(ours, *given)
+        ours._disable_adapters = True
+        without = ours(*given) if len(given) == 1 else linear_of_two(ours, *given)
+        ours._disable_adapters = False
+        assert torch.equal(with_lora, without)
+
+
 SPECIAL = {
     "dropout": lambda layer: None,
     "DoRA": lambda layer: None,
@@ -127,6 +150,8 @@ SPECIAL = {
     "merged": lambda layer: layer.merge(),
     "a base that trains": lambda layer: layer.base_layer.requires_grad_(True),
     "watched": lambda layer: layer.base_layer.register_forward_hook(lambda *_: None),
+    "watched backward": lambda layer: layer.lora_A["default"].register_full_backward_hook(lambda *_: None),
+    "offloaded": lambda layer: setattr(layer.base_layer, "forward", layer.base_layer.forward),
     "two adapters": lambda layer: (
         layer.update_layer("other", r=2, lora_alpha=2, config=LoraConfig(r=2)),
         layer.set_adapter(["default", "other"]),
@@ -140,8 +165,7 @@ def test_what_is_more_than_a_lora_on_a_frozen_layer_computes_as_peft_does(case):
     ours, stock = layers(4, torch.float32, **OPTIONS.get(case, {}))
     for layer in (ours, stock):
         SPECIAL[case](layer)
-    other = stock.state_dict()
-    ours.load_state_dict(other)
+    ours.load_state_dict(stock.state_dict())
     x = torch.randn(5, ours.in_features)
     assert not ours._is_plain(x)
     torch.manual_seed(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -186,3 +187,47 @@ def test_what_attention_gave_waits_on_the_host_beside_the_inputs():
     assert [reference() is None for reference in given] == [True] * 8 + [False] * 4
     (tokens.sum() + other.sum()).backward()
     assert kernel.runs == 12
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_a_backward_pass_that_went_no_further_spoils_no_later_one(order, monkeypatch):
+    """What was sent for and not used has lost its place to another block by then."""
+    _with_places(monkeypatch)
+    torch.manual_seed(0)
+    blocks = [Block(Kernel(), True, [5, 3]) for _ in range(6)]
+    parameters = [p for block in blocks for p in block.parameters()]
+
+    def results(run) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        tokens, other = (torch.randn(4, 16, generator=generator).requires_grad_() * 1 for _ in range(2))
+        for block in blocks:
+            tokens, other = run(block, tokens, other)
+        loss, found = tokens.square().sum() + other.square().sum(), []
+        for number in order:  # how far back each of these goes
+            wanted = parameters[len(parameters) // 3 * number :]
+            found += torch.autograd.grad(loss, wanted, retain_graph=True)
+        return found
+
+    run = Recomputation({id(block) for block in blocks}, hosted=HostMemory())
+    for one, other in zip(results(run), results(lambda block, *args: block(*args)), strict=True):
+        assert torch.equal(one, other)
+
+
+def _with_places(monkeypatch) -> None:
+    """Let what comes back from the host take turns in memory, as on a GPU."""
+    monkeypatch.setattr(hosting._Parcel, "has_left", lambda self: setattr(self, "_device", None))
+
+    def send_back(self, place) -> None:
+        if self._device is None:
+            self._device = place(self, self._host).copy_(self._host)
+
+    monkeypatch.setattr(hosting._Parcel, "send_back", send_back)
+    made = HostMemory.__init__
+    monkeypatch.setattr(HostMemory, "__init__", lambda self: (made(self), setattr(self, "_places", Places()))[0])
+
+
+class Places(dict):
+    """Memory that is there before it is asked for: there is no GPU to take it from."""
+
+    def get(self, key, default=None):
+        return self.setdefault(key, torch.empty(2**16, dtype=torch.uint8))

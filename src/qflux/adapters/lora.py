@@ -54,19 +54,20 @@ class LoRALinear(PeftLinear):
 
     def of_two(self, first: Tensor, second: Tensor) -> Tensor:
         """`self(cat([first, second]))`: one product over the channels of two tensors, `(T, I1)` and `(T, I2)`."""
-        if not self._is_plain(first):
+        if _is_watched(self) or not self._is_plain(first, or_disabled=True):
             return self(torch.cat([first, second], dim=1))
+        # Rounded between the two without the LoRA as well: one that adds nothing changes nothing.
         return self._product(first, second)
 
     def _product(self, *parts: Tensor) -> Tensor:
         base, (name,) = self.base_layer, self.active_adapters
         down, up = self.lora_A[name].weight, self.lora_B[name].weight
-        is_last = isinstance(base, LastLinear)
-        return adapted_product(parts, base.weight, base.bias, down, up, self.scaling[name], is_last)
+        strength = 0.0 if self.disable_adapters else self.scaling[name]
+        return adapted_product(parts, base.weight, base.bias, down, up, strength, isinstance(base, LastLinear))
 
-    def _is_plain(self, x: Tensor) -> bool:
+    def _is_plain(self, x: Tensor, or_disabled: bool = False) -> bool:
         """Whether there is one LoRA, nothing but a LoRA, on a frozen layer that is nothing but a product."""
-        if self.disable_adapters or self.merged or len(self.active_adapters) != 1:
+        if (self.disable_adapters and not or_disabled) or self.merged or len(self.active_adapters) != 1:
             return False
         base, (name,) = self.base_layer, self.active_adapters
         if name not in self.lora_A or name in self.lora_variant or not isinstance(self.lora_dropout[name], nn.Identity):
@@ -82,8 +83,14 @@ class LoRALinear(PeftLinear):
             and not (in_float32 or _is_under_autocast(x.device))
             and down.bias is None
             and up.bias is None
-            and not any(each._forward_hooks or each._forward_pre_hooks for each in (base, down, up))
+            and not any(map(_is_watched, (base, down, up)))
         )
+
+
+def _is_watched(layer: nn.Module) -> bool:
+    """Whether somebody wants to know when it runs, or has put something before it: offloading does."""
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return any(hooks) or "forward" in layer.__dict__
 
 
 def _is_under_autocast(device: torch.device) -> bool:

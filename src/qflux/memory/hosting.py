@@ -28,6 +28,8 @@ class HostMemory:
         self._stream: torch.cuda.Stream | None = None
         self._places: dict[tuple[int, int], Tensor] = {}
         """Memory on the device that what comes back from the host takes turns in."""
+        self._there: dict[tuple[int, int], weakref.ref[_Parcel]] = {}
+        """Whose turn it is in each."""
         self._blocks: list[list[weakref.ref[_Parcel]]] = []
         """Of the passes that still have a graph, which holds them."""
 
@@ -61,13 +63,17 @@ class HostMemory:
         of_block.append(weakref.ref(parcel))
         return parcel
 
-    def _place(self, key: tuple[int, int], like: Tensor) -> Tensor:
+    def _place(self, parcel: _Parcel, like: Tensor) -> Tensor:
         """Memory for a tensor. Blocks take turns in two places: when one is sent for, the one before last is through.
 
         Were it allocated anew for each block, it would lie between what blocks need for a moment, which does not fit
         there any more.
         """
-        size = like.numel() * like.element_size()
+        key, size = parcel.key, like.numel() * like.element_size()
+        last = self._there.get(key, lambda: None)()
+        if last is not None and last is not parcel:
+            last.lose()  # a backward pass went no further: it will be sent for again
+        self._there[key] = weakref.ref(parcel)
         memory = self._places.get(key)
         if memory is None or memory.numel() < size:
             assert self._stream is not None
@@ -104,7 +110,8 @@ class _Parcel:
 
     def __init__(self, tensor: Tensor, stream: torch.cuda.Stream | None, key: tuple[int, int]) -> None:
         self._stream = stream
-        self._key = key
+        self.key = key
+        """Its block, even or odd, and its number in it."""
         self._device: Tensor | None = tensor
         self._left = self._came = None
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=stream is not None)
@@ -123,13 +130,17 @@ class _Parcel:
             self._left.wait()
         self._left = self._device = None
 
-    def send_back(self, place: Callable[[tuple[int, int], Tensor], Tensor]) -> None:
+    def lose(self) -> None:
+        """Somebody else has its place now."""
+        self._device = self._came = None
+
+    def send_back(self, place: Callable[[_Parcel, Tensor], Tensor]) -> None:
         if self._device is not None:
             return
         if self._stream is None:
             self._device = self._host.clone()
             return
-        self._device = place(self._key, self._host)
+        self._device = place(self, self._host)
         # What was there before was used up by what is queued now.
         ready = torch.cuda.current_stream().record_event()
         with torch.cuda.stream(self._stream):
@@ -137,11 +148,12 @@ class _Parcel:
             self._device.copy_(self._host, non_blocking=True)
             self._came = self._stream.record_event()
 
-    def arrived(self, place: Callable[[tuple[int, int], Tensor], Tensor]) -> Tensor:
+    def arrived(self, place: Callable[[_Parcel, Tensor], Tensor]) -> Tensor:
         """The tensor on the device."""
         self.send_back(place)
-        if self._came is not None:
-            self._came.wait()
+        for copied in (self._left, self._came):  # one that has not left yet is let go of, and its memory written anew
+            if copied is not None:
+                copied.wait()
         tensor, self._device = self._device, None
         assert tensor is not None
         return tensor

@@ -34,7 +34,7 @@ class RaggedByIds:
         raise NotImplementedError
 
     def _may_run_stock(self, image: Tensor) -> bool:
-        """Whether diffusers' own forward gives the right gradients of such tokens."""
+        """Whether diffusers' own forward gives the right gradients of such tokens with every kernel."""
         return True
 
     def _ragged(self, tokens: Tokens, layout: RaggedLayout, conditions: dict[str, Any]) -> Tensor:

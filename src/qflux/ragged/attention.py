@@ -35,7 +35,7 @@ LONG_SAMPLE = 2048
 """Mean tokens per sample from which one cuDNN call per sample beats one variable-length call for all."""
 
 BY_SPEED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-_WITH_MASK = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 # Not frozen: compiled code would look into a frozen dataclass, and be compiled anew for every batch.
@@ -115,7 +115,8 @@ def contiguous_gradient(attended: Tensor) -> Tensor:
 def needs_contiguous_gradient(tokens: Tensor) -> bool:
     """Whether attention of such tokens may run in that kernel, and will be asked for a gradient."""
     may_run = tokens.is_cuda and tokens.dtype in (torch.bfloat16, torch.float16)
-    return may_run and torch.is_grad_enabled() and torch.backends.cuda.cudnn_sdp_enabled()
+    may_run = may_run and (torch.compiler.is_compiling() or torch.backends.cuda.cudnn_sdp_enabled())
+    return may_run and torch.is_grad_enabled()
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -137,7 +138,7 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) ->
     if not len(query):
         return nothing(query, key, value)
     q, k, v = (rearrange(x, "(b s) h d -> b h s d", b=batch) for x in (query, key, value))
-    with sdpa_kernel(_WITH_MASK):  # cuDNN's reads out of bounds on a masked batch of this kind (torch 2.11)
+    with sdpa_kernel(WITHOUT_CUDNN):  # cuDNN's reads out of bounds on a masked batch of this kind (torch 2.11)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.view(batch, 1, -1, mask.shape[-1]))
     return rearrange(out, "b h s d -> (b s) h d")
 

@@ -109,6 +109,10 @@ class TrainedModel:
         if again:
             recompute(self.transformer, again, choice.keeps_attention, choice.hosts_inputs)
 
+    def let_go(self) -> None:
+        """Give back what passes of the size so far have found their places in."""
+        self._recompute(self._choice)
+
     def take_less_memory(self) -> bool:
         """Let every block compute all of its activations again, from inputs that wait in host memory if they may.
 

@@ -76,6 +76,7 @@ class Passes:
         """Let what follows take less memory; an error if there is nothing left to give up."""
         if self.world.size > 1 and self.config.train.distributed == "fsdp":
             raise shortage.error(self.config)  # the other ranks wait inside this very pass
+        self.model.let_go()
         if len(shortage.lengths) > 1:
             self.batches.most_tokens = max(*shortage.lengths, shortage.tokens // 2)
             remedy = f"from here on a pass has at most {self.batches.most_tokens:,} tokens"

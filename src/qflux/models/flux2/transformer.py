@@ -8,6 +8,7 @@ Shapes: B samples; L text, N image, T = L + N joint tokens of the whole batch; C
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import diffusers
@@ -21,12 +22,13 @@ from diffusers.models.transformers.transformer_flux2 import (
 )
 from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 
 from qflux.models.by_ids import RaggedByIds, Tokens
 from qflux.models.compat import picklable, register_blocks, require_plain_attention, take_mask
 from qflux.models.mlp import linear_of_two
 from qflux.models.projection import TextProjection
-from qflux.ragged.attention import needs_contiguous_gradient
+from qflux.ragged.attention import WITHOUT_CUDNN, needs_contiguous_gradient
 from qflux.ragged.ending import ending_of
 from qflux.ragged.heads import join_heads, join_turned_heads, turned_heads
 from qflux.ragged.layout import RaggedLayout
@@ -178,7 +180,8 @@ class Flux2Transformer2DModel(RaggedByIds, diffusers.Flux2Transformer2DModel):
         `img_ids` `(N, 4)`, `txt_ids` `(L, 4)`, and the output `(N, out_channels)`. `timestep` and `guidance` have one
         row per sample, as always.
 
-        One sample, or samples of one shape with nothing masked, run diffusers' forward itself.
+        One sample, or samples of one shape with nothing masked, run diffusers' forward itself; packed ones with a
+        gradient on a GPU do not (`_may_run_stock`).
         """
         joint_attention_kwargs, attention_mask = take_mask(
             "joint_attention_kwargs", joint_attention_kwargs, attention_mask
@@ -208,7 +211,8 @@ class Flux2Transformer2DModel(RaggedByIds, diffusers.Flux2Transformer2DModel):
 
     def _stock(self, tokens: Tokens, conditions: dict[str, Any]) -> Tensor:
         image, text, img_ids, txt_ids = tokens
-        return super().forward(image, text, img_ids=img_ids, txt_ids=txt_ids, **conditions, return_dict=False)[0]
+        with nullcontext() if self._may_run_stock(image) else sdpa_kernel(WITHOUT_CUDNN):
+            return super().forward(image, text, img_ids=img_ids, txt_ids=txt_ids, **conditions, return_dict=False)[0]
 
     def _may_run_stock(self, image: Tensor) -> bool:
         # diffusers' single-stream block joins what attention gave with the MLP: its gradient comes as a slice.

@@ -4,7 +4,7 @@ Taken apart, what a LoRA adds is a tensor of its own, as wide as the layer's out
 and the same once more for the gradient. In FLUX.2 klein that is 1.1 GB for 15,000 tokens, three times over. Here it is
 summed up where the layer's product lies already, and the LoRA's strength is applied to the few channels in its middle.
 
-Nothing is kept for the backward pass but what was given.
+Nothing is kept for the backward pass but what was given. It has a gradient, but that has none.
 
 Shapes: T tokens, I channels in (of one tensor, or of several side by side), O channels out, R rank.
 """
@@ -61,11 +61,10 @@ class _Adapted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, down, up, *parts = ctx.saved_tensors
-        _, _, trains, *_ = ctx.needs_input_grad
-        wanted = ctx.needs_input_grad[6:]
-        of_down, of_up, *of_parts = gradient_op(grad, parts, weight, down, up, ctx.strength, trains, any(wanted))
-        gradients = [found if is_wanted else None for found, is_wanted in zip(of_parts, wanted, strict=True)]
-        return None, None, of_down if trains else None, of_up if trains else None, None, None, *gradients
+        wanted = (*ctx.needs_input_grad[2:4], *ctx.needs_input_grad[6:])
+        found = gradient_op(grad, parts, weight, down, up, ctx.strength, any(wanted[:2]), any(wanted[2:]))
+        gradients = [each if is_wanted else None for each, is_wanted in zip(found, wanted, strict=True)]
+        return None, None, *gradients[:2], None, None, *gradients[2:]
 
 
 def _product(

@@ -132,5 +132,5 @@ class _Place:
 
     def __call__(self, parameter: Tensor) -> None:
         grad = parameter.grad
-        if grad is not None and grad.data_ptr() != self._memory.data_ptr():
+        if grad is not None and not grad.requires_grad and grad.data_ptr() != self._memory.data_ptr():
             parameter.grad = self._memory.copy_(grad)
