@@ -188,3 +188,18 @@ def test_compiled_it_is_the_same_for_all_sizes_without_compiling_anew(backend):
         assert_same(found, outcome(stock, x, upstream), rtol=1e-5, atol=1e-5)
     assert counted.frame_count == 1
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_code_around_it_compiles_whole(grad):
+    torch._dynamo.reset()
+    ours, _ = layers(8, torch.float32)
+    x = torch.randn(5, ours.in_features)
+
+    def around(x: Tensor) -> Tensor:
+        return torch.tanh(linear_of_two(ours, *x.split([1, x.shape[1] - 1], dim=1)) + ours(x))
+
+    with torch.set_grad_enabled(grad):
+        found = torch.compile(around, backend="aot_eager", fullgraph=True)(x)
+        torch.testing.assert_close(found, around(x))
+    torch._dynamo.reset()

@@ -36,8 +36,9 @@ def adapted_product(
     `down` is `(R, I)` and `up` `(O, R)`, in any floating dtype; the products are in the dtype of the parts. `is_last`
     says that a recomputation may leave it out (`recomputed.unread`).
     """
-    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return _product(parts, weight, bias, down, up, strength, is_last)
+    if not torch.is_grad_enabled():
+        product = product_op if torch.compiler.is_compiling() else _product
+        return product(parts, weight, bias, down, up, strength, is_last)
     out: Tensor = _Adapted.apply(weight, bias, down, up, strength, is_last, *parts)
     return out
 
