@@ -36,9 +36,10 @@ def adapted_product(
     `down` is `(R, I)` and `up` `(O, R)`, in any floating dtype; the products are in the dtype of the parts. `is_last`
     says that a recomputation may leave it out (`recomputed.unread`).
     """
+    if torch.compiler.is_compiling():  # one operator for the compiler, which would take long to look into the class
+        return product_op(parts, weight, bias, down, up, strength, is_last)
     if not torch.is_grad_enabled():
-        product = product_op if torch.compiler.is_compiling() else _product
-        return product(parts, weight, bias, down, up, strength, is_last)
+        return _product(parts, weight, bias, down, up, strength, is_last)
     out: Tensor = _Adapted.apply(weight, bias, down, up, strength, is_last, *parts)
     return out
 
@@ -57,15 +58,20 @@ class _Adapted(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(weight, down, up, *parts)
         ctx.strength = strength
-        return product_op(parts, weight, bias, down, up, strength, is_last)
+        return _product(parts, weight, bias, down, up, strength, is_last)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, down, up, *parts = ctx.saved_tensors
-        wanted = (*ctx.needs_input_grad[2:4], *ctx.needs_input_grad[6:])
-        found = gradient_op(grad, parts, weight, down, up, ctx.strength, any(wanted[:2]), any(wanted[2:]))
-        gradients = [each if is_wanted else None for each, is_wanted in zip(found, wanted, strict=True)]
-        return None, None, *gradients[:2], None, None, *gradients[2:]
+        needed = ctx.needs_input_grad
+        of_down, of_up, *of_parts = _gradients(ctx, grad, (*needed[2:4], *needed[6:]))
+        return None, None, of_down, of_up, None, None, *of_parts
+
+
+def _gradients(ctx: Any, grad: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+    """Of `down`, `up` and the parts, as far as they are wanted."""
+    weight, down, up, *parts = ctx.saved_tensors
+    found = gradient_op(grad, parts, weight, down, up, ctx.strength, any(wanted[:2]), any(wanted[2:]))
+    return [each if is_wanted else None for each, is_wanted in zip(found, wanted, strict=True)]
 
 
 def _product(
@@ -102,6 +108,20 @@ def _(
     is_last: bool,
 ) -> Tensor:
     return unread.nothing(parts[0], weight.shape[0])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    parts, weight, _, down, up, ctx.strength, _ = inputs
+    ctx.save_for_backward(weight, down, up, *parts)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    of_parts, _, _, trains_down, trains_up, *_ = ctx.needs_input_grad
+    of_down, of_up, *found = _gradients(ctx, grad, (trains_down, trains_up, *of_parts))
+    return found, None, None, of_down, of_up, None, None
+
+
+product_op.register_autograd(_backward, setup_context=_save)
 
 
 @torch.library.custom_op("qflux::adapted_gradients", mutates_args=())
