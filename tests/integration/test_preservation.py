@@ -101,9 +101,24 @@ def test_without_its_adapter_a_model_is_what_it_was(name):
         again = torch.cat(models.packed(samples))
         models.ours.delete_adapters(["default"])
         expected = torch.cat(models.packed(samples))
-    assert torch.equal(found, expected)
+    # FLUX.2's layer of two tensors is summed up in their order where it has a LoRA, even one that does not count.
+    rounding = 1e-6 if name.startswith("flux2") else 0.0
+    torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding)
     assert torch.equal(again, trained)
-    assert not torch.equal(found, trained)
+    assert not torch.allclose(found, trained, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_an_adapter_that_has_learnt_nothing_changes_no_bit(name):
+    models = Models(name)
+    samples = models.samples([[(2, 3), (3, 3)], [(4, 2), (2, 2)]])
+    with torch.no_grad():
+        for parameter_name, parameter in models.ours.named_parameters():
+            if "lora_B" in parameter_name:
+                parameter.zero_()
+        blank = torch.cat(models.packed(samples))
+        with without_adapter(models.ours):
+            assert torch.equal(torch.cat(models.packed(samples)), blank)
 
 
 PRESERVED = {
